@@ -49,7 +49,7 @@ CPU_TESTS := $(addprefix tests/attention_backends/test_,contexts.py parity.py sc
 	$(addprefix tests/generation/test_,decoding.py target.py) \
 	$(addprefix tests/modeling/test_contract.py::test_,greedy_text_is_that_of_stock_generate \
 	rejected_drafts_are_rolled_back) tests/modeling/eagle3/test_modeling_eagle3.py \
-	$(addprefix tests/modeling/longspec/test_,attention_longspec.py generation_longspec.py) \
+	$(addprefix tests/modeling/longspec/test_,generation_longspec.py modeling_longspec.py) \
 	$(addprefix tests/modeling/tokenswift/test_,generation_tokenswift.py modeling_tokenswift.py) \
 	$(addprefix tests/training/test_,losses.py target_states.py) tests/test_auditing.py
 # torch's kernels without AVX by default, as on no machine that runs the tests; MKL and oneDNN without AVX-512.

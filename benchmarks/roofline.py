@@ -30,13 +30,6 @@ class Machine:
     tflops: float  # matrix products in the dtype of the weights, 10^12 operations per second, sustained
     memory_gb: float | None = None  # memory in 10^9 bytes; what does not fit is then marked
 
-    def __post_init__(self) -> None:
-        if not (self.tb_per_second > 0 and self.tflops > 0):
-            raise ValueError(
-                f"{self.tb_per_second} TB/s and {self.tflops} TFLOP/s: both must be positive. Pass measured rates with "
-                "--tbs and --tflops."
-            )
-
 
 # What a long read and a large matrix product sustain, as a rule of thumb: 0.9 of the bandwidth and 0.8 of the dense
 # bfloat16 rate in NVIDIA's data sheets of the SXM modules. Measured rates replace them: `--tbs` and `--tflops`, or the
@@ -173,12 +166,6 @@ class Roofline:
     kv_bytes: float = 2  # bytes of one cached number
     # of attention where arithmetic bounds it; by default the machine's rate, which no attention kernel reaches
     attention_tflops: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.batch < 1 or self.context < 0:
-            raise ValueError(
-                f"batch={self.batch}, context={self.context}: expected at least one row and no less than 0."
-            )
 
     @property
     def kv_bytes_per_token(self) -> float:

@@ -18,7 +18,7 @@ from .generation.sequences import SpeculationStats
 from .generation.target import TargetView
 from .modeling.base import DraftModel
 from .modeling.configuration_base import DraftConfig, text_config
-from .modeling.register_draft import DRAFTS, preset_of, reader_of, weightless_drafts
+from .modeling.register_draft import DRAFTS, draft_class_of, preset_of, weightless_drafts
 from .modeling.saved_config import read_config, shortened
 
 logger = logging.get_logger(__name__)
@@ -157,18 +157,6 @@ class AutoDraft(DraftModel):
     def longspec_decoding(self, model: PreTrainedModel, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
         return self._draft_of(model, input_ids, **kwargs).longspec_decoding(model, input_ids, **kwargs)
 
-    def custom_generate(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: GenerationConfig,
-        **kwargs: Any,
-    ) -> Any:
-        draft = self._draft_of(model, input_ids, generation_config, **kwargs)
-        return draft.custom_generate(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
-
     @property
     def last_speculation(self) -> SpeculationStats | None:
         return None if self.choice is None else self.chosen.last_speculation
@@ -242,9 +230,8 @@ def draft_named_by(target: PreTrainedModel) -> Any:
 
 def class_of(config: dict[str, Any]) -> Any:
     """Return the class of the draft that reads a config.json: a saved one, of another project, or a small model's."""
-    kind = config.get("model_type")
-    draft = DRAFTS[kind].model if kind in DRAFTS else reader_of(config)
-    is_model = draft is None and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    draft = draft_class_of(config)
+    is_model = draft is None and config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return DRAFTS[ASSISTANT].model if is_model else draft
 
 

@@ -6,11 +6,10 @@ from .modeling.configuration_base import DraftConfig
 from .modeling.dflash import DFlashConfig, DFlashDraftModel
 from .modeling.eagle3 import Eagle3Config, Eagle3DraftModel
 from .modeling.gemma4_assistant import Gemma4AssistantDraftConfig, Gemma4AssistantDraftModel
-from .modeling.grammar import GrammarConfig, GrammarDraftModel
 from .modeling.longspec import LongSpecConfig, LongSpecDraftModel
 from .modeling.mtp import MtpConfig, MtpDraftModel
 from .modeling.ngram import NgramConfig, NgramDraftModel
-from .modeling.plain import PlainConfig, PlainDraftModel
+from .modeling.plain import GrammarConfig, GrammarDraftModel, PlainConfig, PlainDraftModel
 from .modeling.register_draft import register_draft
 from .modeling.specattn import SpecAttnConfig, SpecAttnDraftModel
 from .modeling.tokenswift import TokenSwiftConfig, TokenSwiftDraftModel

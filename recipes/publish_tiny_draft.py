@@ -80,7 +80,7 @@ The loss is the KL divergence to the target's distribution at the same place, su
 frozen.""",
 }
 # Names of shares in logs: of a small model, of LongSpec's gaps or EAGLE-3's steps, of heads.
-SHARE = re.compile(r"acceptance|acceptance_\w+_[1-9]|head_[1-9]_top1")
+SHARE = re.compile(r"acceptance|acceptance_\w+_[1-9]")
 HEADS = "How often each head has the target's most likely token first, or among its first three, at the end:"
 LIMITS = (
     "Greedy text of a small model repeats itself, which makes greedy numbers too favourable. docs/results.md compares "
@@ -238,10 +238,9 @@ def all_stages(args: argparse.Namespace, loss: str) -> tuple[str, str]:
 
 
 def accuracies(log: dict[str, float], num_heads: int) -> str:
-    """Return a table of how often each head has the target's most likely token first, and among its first three."""
-    shares = [(log[f"head_{head}_top1"], log[f"head_{head}_top3"]) for head in range(1, num_heads + 1)]
-    rows = [f"| {head} | {first:.3f} | {three:.3f} |" for head, (first, three) in enumerate(shares, 1)]
-    return "\n".join(["| head | first | among three |", "|---|---|---|", *rows])
+    """Return a table of how often each head has the target's most likely token first."""
+    rows = [f"| {head} | {log[f'acceptance_head_{head}']:.3f} |" for head in range(1, num_heads + 1)]
+    return "\n".join(["| head | first |", "|---|---|", *rows])
 
 
 if __name__ == "__main__":

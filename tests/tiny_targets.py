@@ -217,9 +217,9 @@ def made_for(cls: type[Draft], target: Any, *models: Any, **overrides: Any) -> D
         return cls.from_target(target, checkpoint=folder, **overrides)
 
 
-def write_mtp_layers(target: Any, folder: Any, count: int = 1) -> MtpDraftModel:
-    """Write a checkpoint with random MTP layers under the names of DeepSeek, and nothing else; return their draft."""
-    draft = MtpDraftModel(MtpConfig.from_target(target, num_mtp_layers=count))
+def write_mtp_layers(target: Any, folder: Any) -> MtpDraftModel:
+    """Write a checkpoint with a random MTP layer under the names of DeepSeek, and nothing else; return its draft."""
+    draft = MtpDraftModel(MtpConfig.from_target(target))
     randomize(draft)
     first, weights = target.config.get_text_config().num_hidden_layers, {}
     for name, weight in draft.state_dict().items():

@@ -27,7 +27,7 @@ DEMO_CONTEXT = 6144
 # One batch may have so many rows.
 MOST_ROWS = 1024
 # Names of the package's `weightless_drafts`, for the help, which does not import them.
-BY_NAME = "assistant, grammar, ngram, plain, specattn, vegas, self-int4"
+BY_NAME = "assistant, ngram, plain, grammar, specattn, vegas, self-int4"
 # The draft that chooses another one.
 AUTO = "auto"
 # Endings of files with texts, tables or weights. Names of Hub repositories have others, such as those of versions.

@@ -18,20 +18,19 @@ from ..generation.call import refuse_target
 from ..generation.compiled.cuda_graphs import release_workspaces
 from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
-from ..generation.route import install, loaders
+from ..generation.route import install
 from ..generation.sequences import SpeculationStats
 from ..generation.special_cases import register_special_cases
 from ..generation.target import TargetView
 from ..generation.target_modules import device_of, final_norm_of
 from .configuration_base import DraftConfig
-from .loading import draft_by_name, of_hub, read_settings, readable_errors, require_complete
+from .loading import of_hub, read_settings, readable_errors, refuse_missing_weights
 from .saved_config import read_config
 from .settings import COMMON, NGRAMS, Setting
 from .shared.ngrams import JoinedDrafter, NgramDrafter
 
 register()
 register_special_cases()
-loaders.append(draft_by_name)
 install()
 
 # Maximum number of nodes of a tree. Its mask has an entry for each pair of nodes.
@@ -55,8 +54,6 @@ class DraftModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     weightless: ClassVar[bool] = False
     takes_ngrams: ClassVar[bool] = True
-    # Whether `from_pretrained` also reads checkpoints of other projects, by the installed package.
-    reads_published: ClassVar[bool] = False
     drafter_class: ClassVar[Any]
     settings: ClassVar[dict[str, Any]] = {}
     declared: ClassVar[dict[str, Setting]] = COMMON
@@ -140,17 +137,9 @@ class DraftModel(PreTrainedModel):
             kwargs.pop(name, None)
         return decode(model, self, input_ids, **kwargs)
 
-    def custom_generate(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: GenerationConfig,
-        **model_kwargs: Any,
-    ) -> Any:
+    def custom_generate(self, model: PreTrainedModel, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
         """Generate without the installed route. Transformers passes no streamer to a `custom_generate` function."""
-        return decode(model, self, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+        return self.longspec_decoding(model, input_ids, **kwargs)
 
     def release_buffers(self) -> None:
         """Drop the buffers and CUDA graphs that calls of `generate` left for the next call."""
@@ -301,10 +290,6 @@ class DraftModel(PreTrainedModel):
         """Data type of the parameters; float32 for a draft without any."""
         return torch.float32 if self.weightless else super().dtype
 
-    def _init_weights(self, module: torch.nn.Module) -> None:
-        if not self.weightless:
-            super()._init_weights(module)
-
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Write config.json, generation_config.json and, if there are any, the weights.
 
@@ -384,7 +369,7 @@ class DraftModel(PreTrainedModel):
         its config.json, unless a config was passed.
         """
         hub, info = of_hub(kwargs), {}
-        if cls.reads_published and fields is not None and fields.get("model_type") != cls.config_class.model_type:
+        if fields is not None and fields.get("model_type") != cls.config_class.model_type:
             read = resolve_name("hf_longspec.modeling.register_draft:read_published")  # which imports this module
             if draft := read(cls.config_class.model_type, path, target, kwargs.get("dtype"), **hub):
                 return draft, {}
@@ -396,7 +381,9 @@ class DraftModel(PreTrainedModel):
         else:
             with readable_errors(path):
                 draft, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
-        require_complete(path, info.get("missing_keys"), draft.config.vocab_size)
+        refuse_missing_weights(draft, info)
+        if (size := draft.config.vocab_size) < 1:
+            raise ValueError(f"config.json in {path} has vocab_size={size}: expected the target's, at least 1.")
         read_settings(draft, path, **hub)
         return draft, info
 

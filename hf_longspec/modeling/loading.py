@@ -1,19 +1,17 @@
 """Loading of drafts: settings, weights, and readable errors for missing, truncated or unknown files."""
 
 import json
-import os
 import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers import CONFIG_MAPPING, MODEL_MAPPING, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from .saved_config import UNEXPECTED, described, read_config, readable, shortened
 
@@ -51,25 +49,14 @@ def readable_errors(path: Any) -> Iterator[None]:
         ) from error
 
 
-def require_complete(path: Any, missing: Any, vocab_size: int) -> None:
-    """Refuse a draft with missing weights, which would be random, or without a vocabulary size."""
-    if missing:
-        names = ", ".join(sorted(missing)[:3])
-        raise ValueError(
-            f"{path} lacks {len(missing)} of the weights that its config.json stands for ({names}...), which would be "
-            "random. Use files that were saved together, or create a new draft with from_target(target)."
-        )
-    if vocab_size < 1:
-        raise ValueError(f"config.json in {path} has vocab_size={vocab_size}: expected the target's, at least 1.")
-
-
 def refuse_missing_weights(model: PreTrainedModel, info: Mapping[str, Any]) -> None:
     """Refuse weights of another architecture: transformers initialises missing weights at random and continues."""
     for kind in ("missing", "mismatched"):
         if names := sorted(map(str, info.get(f"{kind}_keys") or ())):
             raise ValueError(
                 f"model_type={model.config.model_type!r} in config.json: {len(names)} weights of "
-                f"{type(model).__name__} are {kind}, for example {names[0]}"
+                f"{type(model).__name__} are {kind}, for example {names[0]}, and would be random. Use files that were "
+                "saved together."
             )
 
 
@@ -150,26 +137,48 @@ class Checkpoint:
         return tensors
 
     def tensors(
-        self, names: Mapping[str, str], expected: Mapping[str, torch.Tensor], what: str
+        self,
+        names: Mapping[str, str],
+        expected: Mapping[str, torch.Tensor],
+        what: str,
+        finished: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors of a module, by the `names` of the checkpoint's; zeros for biases that it does not have.
+        """Return the tensors of a module.
 
         Other names or shapes than expected are refused before a tensor is read.
+
+        Args:
+            names (`Mapping[str, str]`): Name in the module of each tensor that is used, by that in the checkpoint.
+            expected (`Mapping[str, torch.Tensor]`): Tensors with the expected names and shapes.
+            what (`str`): What the module is, for messages.
+            finished (`Callable`, *optional*): Makes the module's tensors of those that were read or of their shapes.
         """
-        sources = tuple(names)
-        shapes = {names[name]: value.shape for name, value in self.read(sources, "meta").items() if name in names}
-        missing = sorted(name for name in expected.keys() - shapes.keys() if not name.endswith(".bias"))
-        unknown = sorted(shapes.keys() - expected.keys())
+
+        def read(device: str) -> dict[str, torch.Tensor]:
+            found = self.read(tuple(names), device)
+            return finished({names[name]: value for name, value in found.items() if name in names})
+
+        shapes = {name: value.shape for name, value in read("meta").items()}
+        missing, unknown = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
         if missing or unknown:
             raise ValueError(
                 f"{self.source} has no {what}: missing tensors {missing}, unknown tensors {unknown}. Pass a checkpoint "
-                "in the format of the authors' training code."
+                "in the format of the authors' training code, without quantization."
             )
-        remedy = "Pass the target that the draft was trained for, and use files that were saved together."
-        refuse_other_shapes(self.source, shapes, expected, remedy)
-        weights = {names[name]: value for name, value in self.read(sources).items() if name in names}
-        refuse_integers(self.source, weights, expected)
-        return {name: torch.zeros(expected[name].shape) for name in expected.keys() - weights.keys()} | weights
+        for name, shape in shapes.items():
+            if shape != expected[name].shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(shape)} in {self.source}, expected {tuple(expected[name].shape)}. Pass "
+                    "the target that the draft was trained for, and use files that were saved together."
+                )
+        weights = read("cpu")
+        for name, value in weights.items():
+            if expected[name].is_floating_point() and not value.is_floating_point():
+                raise ValueError(
+                    f"{name} has type {value.dtype} in {self.source}, expected floating point. Quantized weights are "
+                    "not supported: pass a checkpoint without quantization."
+                )
+        return weights
 
     def _find(self) -> str:
         """Return the name of the preferred weight file. Indices are tried first, to download only needed shards."""
@@ -182,26 +191,6 @@ class Checkpoint:
 
     def _fetch(self, files: Iterable[str]) -> None:
         self._folder = Path(snapshot_download(self.source, allow_patterns=list(files), **self._hub))
-
-
-def refuse_other_shapes(
-    source: str, shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Tensor], remedy: str
-) -> None:
-    """Refuse tensors of other shapes than the expected ones."""
-    for name, shape in shapes.items():
-        if shape != expected[name].shape:
-            wanted = tuple(expected[name].shape)
-            raise ValueError(f"{name} has shape {tuple(shape)} in {source}, expected {wanted}. {remedy}")
-
-
-def refuse_integers(source: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Refuse integers and booleans in place of weights."""
-    for name, value in found.items():
-        if expected[name].is_floating_point() and not value.is_floating_point():
-            raise ValueError(
-                f"{name} has type {value.dtype} in {source}, expected floating point. Quantized weights are not "
-                "supported: pass a checkpoint without quantization."
-            )
 
 
 def _is_plain_name(file: Any, ending: str = "") -> bool:
@@ -249,44 +238,3 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(weights, dict):
         raise TypeError(f"expected named tensors, found {type(weights).__name__}")
     return {name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)}
-
-
-# Functions of a config.json that return the class of draft that reads it. The registry of drafts adds its own.
-readers: list[Callable[[dict[str, Any]], Any]] = []
-# Drafts that calls gave by their names, for each target.
-_named: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-
-
-def draft_by_name(name: str | os.PathLike | type, target: Any, or_none: bool = False) -> Any:
-    """Return the draft of a folder or Hub id, loaded once for each target. No code of a repository is run.
-
-    It is a saved one, or a checkpoint of another project that a draft of the installed package reads. A repository that
-    is no draft is refused, or with `or_none` the result is `None`.
-    """
-    if isinstance(name, type):
-        raise ValueError(
-            f"assistant_model is the class {name.__name__}. Pass a draft, such as "
-            "SpecAttnDraftModel.from_target(model)."
-        )
-    drafts = _named.setdefault(target, {})
-    if (name := os.fspath(name)) not in drafts:
-        try:
-            config = read_config(name)
-        except OSError as error:
-            raise OSError(
-                f"assistant_model={name!r} cannot be loaded ({str(error).splitlines()[0]}). Pass a draft, or the "
-                "folder or Hub id of a saved or published one."
-            ) from error
-        kind = config.get("model_type")
-        draft: Any = MODEL_MAPPING.get(CONFIG_MAPPING[kind], None) if kind in CONFIG_MAPPING else None
-        if not getattr(draft, "_is_longspec_draft", False):
-            draft = next((found for reader in readers if (found := reader(config)) is not None), None)
-        if draft is None and or_none:
-            return None
-        if draft is None:
-            raise ValueError(
-                f"assistant_model={name!r} has model_type={kind!r} and is not a draft. For a small language model, "
-                "pass AssistantDraftModel.from_pretrained(name, target=model)."
-            )
-        drafts[name] = draft.from_pretrained(name, target=target, trust_remote_code=False)
-    return drafts[name]

@@ -3,20 +3,22 @@
 It also converts checkpoints that the authors of a method published: the names of their tensors decide who reads them.
 """
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib.resources import files
 from pkgutil import resolve_name
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from ..generation.route import loaders
 from .base import DraftModel
 from .configuration_base import DraftConfig
-from .loading import WEIGHT_FILES, Checkpoint, readers
-from .saved_config import readable
+from .loading import WEIGHT_FILES, Checkpoint
+from .saved_config import read_config, readable
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class RegisteredDraft:
     tune: str | None = None
     card: str | None = None  # template of the model card as `"package:file.md"`, needed to publish the draft
     # a function of the contents of a config.json: whether `from_pretrained(path, target=)` of the draft reads this
-    # checkpoint of another project. A class with `reads_published` does it by `convert`
+    # checkpoint of another project, by `convert`
     reads: str | None = None
     aliases: tuple[str, ...] = ()  # further names on the command line, for drafts without weights
     presets: dict[str, dict[str, Any]] = field(default_factory=dict)  # likewise, with the settings they stand for
@@ -69,14 +71,6 @@ def register_draft(config: type[DraftConfig], model: type[DraftModel], **parts: 
     """
     kind = config.model_type
     draft = RegisteredDraft(config, model, **parts)
-    if model.config_class is not config:
-        raise ValueError(
-            f"{model.__name__}.config_class is {model.config_class.__name__}, but {config.__name__} was passed: pass "
-            "two classes that belong together."
-        )
-    for role in ("training", "convert", "tune", "card", "reads"):
-        if (name := getattr(draft, role)) is not None and not all(name.partition(":")):
-            raise ValueError(f"{role}={name!r}: expected 'module:attribute', or 'package:file.md' for a card.")
     if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind].__module__.startswith("transformers."):
         raise ValueError(
             f"model_type={kind!r} belongs to a model of transformers: choose another one for {config.__name__}."
@@ -102,20 +96,57 @@ def preset_of(name: str) -> dict[str, Any]:
     return next((draft.presets[name] for draft in DRAFTS.values() if name in draft.presets), {})
 
 
-def reader_of(config: dict[str, Any]) -> type[DraftModel] | None:
-    """Return the draft whose `from_pretrained(path, target=)` reads a checkpoint of another project, or `None`."""
-    if config.get("model_type") in DRAFTS:
-        return None
+def draft_class_of(config: dict[str, Any]) -> type[DraftModel] | None:
+    """Return the draft whose `from_pretrained(path, target=)` reads a checkpoint with this config.json, or `None`.
+
+    It is that of a saved draft, or one that reads checkpoints of other projects.
+    """
 
     def reader(fields: dict[str, Any]) -> type[DraftModel] | None:
         known = (draft for draft in DRAFTS.values() if draft.reads is not None)
         return next((draft.model for draft in known if draft.load("reads")(fields)), None)
 
+    if (kind := config.get("model_type")) in DRAFTS:
+        return DRAFTS[kind].model
     with readable("config.json", config, reader):
         return reader(config)
 
 
-readers.append(reader_of)
+# Drafts that calls gave by their names, for each target.
+_named: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+
+
+def draft_by_name(name: str | os.PathLike | type, target: Any, or_none: bool = False) -> Any:
+    """Return the draft of a folder or Hub id, loaded once for each target. No code of a repository is run.
+
+    A repository that is no draft is refused, or with `or_none` the result is `None`.
+    """
+    if isinstance(name, type):
+        raise ValueError(
+            f"assistant_model is the class {name.__name__}. Pass a draft, such as "
+            "SpecAttnDraftModel.from_target(model)."
+        )
+    drafts = _named.setdefault(target, {})
+    if (name := os.fspath(name)) not in drafts:
+        try:
+            config = read_config(name)
+        except OSError as error:
+            raise OSError(
+                f"assistant_model={name!r} cannot be loaded ({str(error).splitlines()[0]}). Pass a draft, or the "
+                "folder or Hub id of a saved or published one."
+            ) from error
+        if (draft := draft_class_of(config)) is None:
+            if or_none:
+                return None
+            raise ValueError(
+                f"assistant_model={name!r} has model_type={config.get('model_type')!r} and is not a draft. For a small "
+                "language model, pass AssistantDraftModel.from_pretrained(name, target=model)."
+            )
+        drafts[name] = draft.from_pretrained(name, target=target, trust_remote_code=False)
+    return drafts[name]
+
+
+loaders.append(draft_by_name)
 
 
 @dataclass(frozen=True)
@@ -130,17 +161,13 @@ class Converter:
     formats: Sequence[str] = WEIGHT_FILES  # names of weight files that `from_pretrained` reads, the preferred one first
 
 
-def converters() -> list[Converter]:
-    return [draft.load("convert") for draft in DRAFTS.values() if draft.convert is not None]
-
-
 def read_published(
     kind: str, source: Any, target: PreTrainedModel | PreTrainedConfig | None, dtype: Any = None, **hub: Any
 ) -> DraftModel | None:
-    """Return a checkpoint of another project as a draft of this `model_type`; `None` if no such draft is registered.
+    """Return a checkpoint of another project as a draft of this `model_type`; `None` if no such draft reads any.
 
     Args:
-        kind (`str`): The `model_type` of a draft with `reads_published`.
+        kind (`str`): The `model_type` of the draft.
         source (`str` or `os.PathLike`): Folder or Hub id.
         target (`PreTrainedModel` or `PreTrainedConfig`, *optional*): The target, whose facts the draft records.
         dtype (`torch.dtype` or `str`, *optional*): Type of the weights; that of the checkpoint by default.
@@ -150,17 +177,12 @@ def read_published(
         OSError: If there is no config.json.
         ValueError: If it is no draft of this kind, or its files do not fit together or to the target.
     """
-    if kind not in DRAFTS:
+    if kind not in DRAFTS or DRAFTS[kind].reads is None:
         return None
     converter: Converter = DRAFTS[kind].load("convert")
     checkpoint = Checkpoint(str(source), converter.formats, **hub)
     with readable(f"config.json of {source}"):
         return converter.draft(checkpoint, target, dtype)
-
-
-def published_targets() -> dict[str, str]:
-    """Return the target of each published draft, by the id of the draft."""
-    return {source: target for converter in converters() for source, target in converter.published.items()}
 
 
 def convert(source: str, target: str | None = None) -> DraftModel:
@@ -172,19 +194,19 @@ def convert(source: str, target: str | None = None) -> DraftModel:
 
     Tensors that are missing, unknown or of other shapes than the target's are refused.
     """
-    targets = published_targets()
+    converters: list[Converter] = [draft.load("convert") for draft in DRAFTS.values() if draft.convert is not None]
+    targets = {name: own for converter in converters for name, own in converter.published.items()}
     if target is None and source not in targets:
-        near = get_close_matches(source, targets, 1)
         raise ValueError(
-            f"the target of {source!r} is unknown, and it is none of the {len(targets)} drafts whose targets are known."
-            f"{f' Did you mean {near[0]!r}?' if near else ''} Pass the target, its id or config.json."
+            f"the target of {source!r} is unknown, and it is none of the {len(targets)} drafts whose targets are "
+            "known. Pass the target, its id or config.json."
         )
     config = AutoConfig.from_pretrained(target or targets[source])
     checkpoint = Checkpoint(source)
-    for converter in converters():
+    for converter in converters:
         if any(re.search(converter.marker, name) for name in checkpoint.names):
             return converter.draft(checkpoint, config)
-    markers = " or ".join(repr(converter.marker) for converter in converters())
+    markers = " or ".join(repr(converter.marker) for converter in converters)
     raise ValueError(
         f"{source} is not a checkpoint of a known method: no tensor name contains {markers}. Pass a checkpoint in the "
         "format of the authors' training code."

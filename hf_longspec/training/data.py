@@ -1,25 +1,21 @@
 """Training data: documents and token streams become rows, and rows become batches."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from .arguments import DraftTrainingArguments
-from .stored_states import padded_states
 
 IGNORED = -100  # a label that is not trained on, as in transformers
 DOCUMENTS_PER_BATCH = 1000
-# Columns beside a conversation that decide its text, and what chat templates know without naming it.
+# Columns beside a conversation that decide its text.
 TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs")
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def document_ids(tokenizer: Any, text: str) -> list[int]:
@@ -66,9 +62,6 @@ class DocumentEncoder:
             raise ValueError("a dataset of texts needs a tokenizer: pass processing_class=tokenizer.")
         if self.text_column in columns and self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-text token to append to a text: set tokenizer.eos_token.")
-        if self.text_column not in columns:
-            for name in filter(columns.__contains__, TEMPLATE_COLUMNS):
-                self._refuse_unnamed("column", name)
 
     def _text(self, row: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.tensor(document_ids(self.tokenizer, row[self.text_column]))
@@ -79,16 +72,9 @@ class DocumentEncoder:
         self._check_messages(messages)
         beside = {name: row[name] for name in TEMPLATE_COLUMNS if row.get(name)}
         beside = {name: json.loads(value) if isinstance(value, str) else value for name, value in beside.items()}
-        try:
-            encoded = self.tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=self.assistant_only, **beside
-            )
-        except TemplateError as error:
-            roles = [message["role"] for message in messages]
-            raise ValueError(
-                f"the chat template refuses a conversation of the roles {roles}: {error}. Change the rows, or set "
-                "tokenizer.chat_template."
-            ) from error
+        encoded = self.tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=self.assistant_only, **beside
+        )
         tokens = torch.tensor(encoded["input_ids"])
         if not self.assistant_only:
             return tokens, tokens
@@ -101,7 +87,7 @@ class DocumentEncoder:
         return tokens, tokens.masked_fill(~is_assistant, IGNORED)
 
     def _check_messages(self, messages: Sequence[Any]) -> None:
-        """Refuse what a chat template would leave out: other keys and roles than it names."""
+        """Refuse messages that a chat template would write as nothing."""
         for message in messages:
             keys = sorted(message) if isinstance(message, Mapping) else message
             if not isinstance(message, Mapping) or "role" not in keys or not {"content", "tool_calls"} & message.keys():
@@ -109,19 +95,6 @@ class DocumentEncoder:
                     f"{self.messages_column} has a message {keys!r}, expected the keys role and content. Rename them, "
                     "as in {'role': 'user', 'content': message['value']}."
                 )
-            if message["role"] not in ROLES:
-                self._refuse_unnamed("role", message["role"])
-            for key in sorted(message.keys() - {"role", "content"}):
-                if message[key]:
-                    self._refuse_unnamed("key", key)
-
-    def _refuse_unnamed(self, kind: str, word: Any) -> None:
-        """Refuse a part of a conversation that the chat template does not name."""
-        if re.search(rf"\b{re.escape(str(word))}\b", str(self.tokenizer.chat_template)) is None:
-            raise ValueError(
-                f"{self.messages_column}: the chat template does not name the {kind} {word!r}, so it would not be "
-                "written. Remove or rename it, or set tokenizer.chat_template."
-            )
 
 
 # Most rows of a dataset that are counted.
@@ -218,10 +191,7 @@ class DraftCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return `input_ids`, `labels` (not shifted, -100 where nothing is predicted) and `attention_mask`, `(B, L)`.
-
-        For rows of a [`KVStore`], the batch also holds their positions and the target's states.
-        """
+        """Return `input_ids`, `attention_mask` and `labels`, `(B, L)`: not shifted, -100 where nothing is predicted."""
         tokens, labels = zip(*(self.encoder(row) for row in rows), strict=True)
         if not all(map(len, tokens)):
             raise ValueError("a row has no tokens: remove empty rows from the dataset.")
@@ -235,5 +205,4 @@ class DraftCollator:
             "input_ids": pad_sequence(list(tokens), batch_first=True, padding_value=self.pad_token_id),
             "labels": pad_sequence(list(labels), batch_first=True, padding_value=IGNORED),
             "attention_mask": pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True),
-            **padded_states(rows),
         }

@@ -15,30 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from ..generation.target_modules import PartOfHead, TargetEnds
 
 Head = Callable[[torch.Tensor], torch.Tensor]
-Ranking = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def rank(logits: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Count the tokens that come before those at `place` `(m,)` in the order of the logits `(m, vocab)`.
-
-    Tokens with equal logits are ordered by their places. All come before a token that has none, -1.
-
-    >>> rank(torch.tensor([[1.0, 3.0, 2.0, 2.0]]).expand(2, -1), torch.tensor([3, -1])).tolist()
-    [2, 4]
-    """
-    own = logits.gather(1, place.clamp_min(0)[:, None])
-    is_earlier = torch.arange(logits.shape[1], device=logits.device) < place[:, None]
-    count = torch.count_nonzero((logits > own) | ((logits == own) & is_earlier), dim=1)
-    return count.masked_fill(place < 0, logits.shape[1])
-
-
-def missed(logits: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Return 0 where [`rank`] is 0, and 1 elsewhere, in one pass over the logits.
-
-    >>> missed(torch.tensor([[1.0, 3.0, 2.0, 2.0]]).expand(3, -1), torch.tensor([1, 3, -1])).tolist()
-    [0, 1, 1]
-    """
-    return (logits.argmax(-1) != place).long()
 
 
 class DraftLoss:
@@ -51,8 +27,6 @@ class DraftLoss:
         norm (`torch.nn.Module`, *optional*): Final norm of the target, if `goals` are states before it.
         token_ids (`torch.LongTensor` of shape `(draft vocabulary,)`, *optional*): Tokens of a draft that has not all of
             the target's. The divergence is that over these tokens, and another token is never hit.
-        ranking (`Callable`, *optional*, defaults to [`rank`]): Compares logits `(m, draft vocabulary)` with places
-            `(m,)`; [`missed`] where hits alone are counted.
     """
 
     def __init__(
@@ -62,10 +36,8 @@ class DraftLoss:
         chunk_size: int,
         norm: torch.nn.Module | None = None,
         token_ids: torch.Tensor | None = None,
-        ranking: Ranking = rank,
     ):
         self.loss, self.ends, self.chunk_size, self.token_ids = loss, ends, chunk_size, token_ids
-        self.ranking = ranking
         self.norm = norm or torch.nn.Identity()
 
     def __call__(
@@ -75,7 +47,7 @@ class DraftLoss:
         counts: torch.Tensor | None = None,
         head: Head | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the summed losses of `n` tokens on each level, `(levels,)`, and the ranks of the wanted ones.
+        """Return the summed losses of `n` tokens on each level, `(levels,)`, and which of them the draft hits.
 
         Args:
             states (`torch.Tensor` of shape `(levels, n, width)`): States of the draft, input of the head.
@@ -86,29 +58,29 @@ class DraftLoss:
                 target does. One that is passed may have weights to train: it is run again for their gradient.
 
         Returns:
-            The sums, and `(levels, n)` ranks of the wanted tokens by `ranking`, 0 for a hit.
+            The sums, and `(levels, n)`, whether the wanted token is the most likely one of the draft.
         """
         counts = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device) if counts is None else counts
         run = self._chunk if head is None else partial(checkpoint, self._chunk, use_reentrant=False)
         size = self.chunk_size
         chunks = zip(states.split(size, 1), goals.split(size), counts.split(size, 1), strict=True)
         results = [run(*chunk, head) for chunk in chunks]
-        totals, ranks = zip(*results, strict=True)
-        return torch.stack(totals).sum(0), torch.cat(ranks, 1)
+        totals, hits = zip(*results, strict=True)
+        return torch.stack(totals).sum(0), torch.cat(hits, 1)
 
     def _chunk(
         self, states: torch.Tensor, goals: torch.Tensor, counts: torch.Tensor, head: Head | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums `(levels,)` and ranks `(levels, m)` of `m` tokens."""
+        """Return the sums `(levels,)` and hits `(levels, m)` of `m` tokens."""
         wanted = self._wanted(goals, torch.promote_types(states.dtype, torch.float32))
-        scores = partial(score, self.ranking, *wanted)
+        scores = partial(score, *wanted)
         levels = zip(states, counts, strict=True)
         if head is None:
             parts = [_at_once(partial(scores, counted, self._head), own) for own, counted in levels]
         else:
             parts = [scores(counted, head, own) for own, counted in levels]
-        totals, ranks = zip(*parts, strict=True)
-        return torch.stack(totals), torch.stack(ranks)
+        totals, hits = zip(*parts, strict=True)
+        return torch.stack(totals), torch.stack(hits)
 
     @torch.no_grad()
     def _wanted(self, goals: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -134,14 +106,13 @@ class DraftLoss:
 
 
 def score(
-    ranking: Ranking,
     wanted: torch.Tensor,
     log_target: torch.Tensor | None,
     counts: torch.Tensor,
     head: Head,
     states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of states `(m, width)`, and the ranks `(m,)` of the wanted places `(m,)` in the logits.
+    """Return the summed loss of states `(m, width)`, and whether the wanted places `(m,)` have the largest logits.
 
     The loss is the divergence from `log_target` `(m, vocab)`, or without it the cross-entropy of the wanted tokens.
     """
@@ -151,7 +122,7 @@ def score(
         losses = nll_loss(log_draft, wanted, reduction="none")
     else:
         losses = (log_target.exp() * (log_target - log_draft)).sum(-1)  # on a CPU half the time of kl_div
-    return losses @ counts.to(losses.dtype), ranking(logits.detach(), wanted)
+    return losses @ counts.to(losses.dtype), logits.argmax(-1) == wanted
 
 
 def _at_once(function: Callable[..., Any], states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +130,7 @@ def _at_once(function: Callable[..., Any], states: torch.Tensor) -> tuple[torch.
     if not torch.is_grad_enabled():
         return function(states)
     leaf = states.detach().requires_grad_()
-    total, ranks = function(leaf)
+    total, hits = function(leaf)
     (slope,) = torch.autograd.grad(total, leaf)
     # the second term is 0, and has the gradient
-    return total.detach() + ((states - leaf.detach()) * slope).sum(), ranks
+    return total.detach() + ((states - leaf.detach()) * slope).sum(), hits

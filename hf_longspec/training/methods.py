@@ -13,7 +13,7 @@ from ..generation.target_modules import TargetEnds, final_norm_of
 from ..modeling.register_draft import DRAFTS
 from .arguments import DraftTrainingArguments
 from .data import IGNORED
-from .losses import DraftLoss, missed
+from .losses import DraftLoss
 from .target_states import TargetPass
 
 
@@ -24,7 +24,7 @@ class TrainingMethod:
     matter how the step is divided into batches and processes.
     """
 
-    count_shape: tuple[int, int]  # of the counts that are logged: levels of the draft, counts per level
+    levels: int  # of the draft, for each of which hits and predicted tokens are counted
     longest_position = 0  # recorded as `trained_max_length` in the draft's config, unless it is 0
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
@@ -58,23 +58,15 @@ class TrainingMethod:
         raise NotImplementedError
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums of the terms `(terms,)` and the counts `count_shape` of a prepared batch."""
+        """Return the sums of the terms `(terms,)` and the counts `(levels, 2)` of a prepared batch."""
         raise NotImplementedError
 
     def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean loss of a batch that was not prepared, and the counts of each row `(B, *count_shape)`."""
+        """Return the mean loss of a batch that was not prepared, and the counts of each row `(B, levels, 2)`."""
         raise NotImplementedError
 
     def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Compute the metrics of the log from counts of shape `count_shape`."""
-        raise NotImplementedError
-
-    def facts(self) -> dict[str, Any]:
-        """Return everything except the rows and the target that stored states depend on."""
-        raise NotImplementedError
-
-    def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
-        """Compute the states of the target that are stored for the training row `number`, tokens `(L,)`."""
+        """Compute the metrics of the log from counts `(levels, 2)`."""
         raise NotImplementedError
 
     def resume(self, checkpoint: str) -> None:
@@ -103,28 +95,29 @@ class LevelsMethod(TrainingMethod):
     """
 
     level = "step"
-    ranking = staticmethod(missed)  # of the wanted tokens, see [`DraftLoss`]
 
     def __init__(
         self,
         draft: Any,
         target: PreTrainedModel,
         args: DraftTrainingArguments,
-        count_shape: tuple[int, int],
+        levels: int,
         layers: bool | tuple[int, ...] = True,
     ):
         super().__init__(draft, target, args)
-        if (steps := count_shape[0]) < 1:
-            raise ValueError(f"training_steps={steps} in the draft's config: expected at least 1; 3 is usual.")
-        self.count_shape = count_shape
+        if levels < 1:
+            raise ValueError(f"training_steps={levels} in the draft's config: expected at least 1; 3 is usual.")
+        if args.max_offset:
+            raise ValueError(f"max_offset={args.max_offset}: these drafts have no positions to offset. Leave it out.")
+        self.levels = levels
         self.target, self.norm = target, final_norm_of(target)
         self.target_pass = TargetPass(target, args.target_chunk_size, layers)
         token_ids = None if getattr(draft, "d2t", None) is None else draft.token_ids
         self.ends = TargetEnds(target)
-        self.objective = DraftLoss(args.loss, self.ends, args.loss_chunk_size, self.norm, token_ids, self.ranking)
+        self.objective = DraftLoss(args.loss, self.ends, args.loss_chunk_size, self.norm, token_ids)
 
     def run(self, model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums of the losses `(levels,)`, and counts `(B, *count_shape)`, on states `(B, L, hidden)`."""
+        """Return the sums of the losses `(levels,)`, and counts `(B, levels, 2)`, on states `(B, L, hidden)`."""
         raise NotImplementedError
 
     def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -132,42 +125,23 @@ class LevelsMethod(TrainingMethod):
 
     def items(self, labels: torch.Tensor) -> torch.Tensor:
         present = self.is_trained(labels)
-        return torch.stack([present[:, level + 2 :].sum() for level in range(self.count_shape[0])])
+        return torch.stack([present[:, level + 2 :].sum() for level in range(self.levels)])
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        totals, counts = self.run(model, inputs, self._hidden(inputs))
+        totals, counts = self.run(model, inputs, self.target_pass(inputs["input_ids"]).hidden)
         return totals, counts.sum(0)
 
     def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         bare = {name: inputs[name] for name in ("input_ids", "labels")}
-        totals, counts = self.run(model, bare, self._hidden(inputs))
+        totals, counts = self.run(model, bare, self.target_pass(inputs["input_ids"]).hidden)
         return (totals / self.items(inputs["labels"]).clamp_min(1)).sum(), counts
-
-    def _hidden(self, inputs: dict[str, Any]) -> torch.Tensor:
-        hidden: torch.Tensor | None = inputs.get("hidden")
-        return self.target_pass(inputs["input_ids"]).hidden if hidden is None else hidden
 
     def of_all_levels(self, results: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums `(levels,)` and counts `(B, levels, 2)` of the first levels; of others, there are none."""
         totals, counts = (torch.stack(parts, dim) for dim, parts in enumerate(zip(*results, strict=True)))
-        missing = self.count_shape[0] - len(results)
+        missing = self.levels - len(results)
         pad = torch.nn.functional.pad
         return pad(totals, (0, missing)), pad(counts, (0, 0, 0, missing))
-
-    def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
-        return {"hidden": self.target_pass(tokens[None].to(self.args.device)).hidden[0]}
-
-
-class FinalStateMethod(LevelsMethod):
-    """Base of methods whose drafts read the input of the target's final norm and end in the target's own head."""
-
-    def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments, count_shape: tuple[int, int]):
-        super().__init__(draft, target, args, count_shape)
-        if args.max_offset:
-            raise ValueError(f"max_offset={args.max_offset}: these drafts have no positions to offset. Leave it out.")
-
-    def facts(self) -> dict[str, Any]:
-        return {"states": "final_norm_input", "max_length": self.args.max_length}
 
 
 def trained_drafts() -> dict[str, type[PreTrainedModel]]:

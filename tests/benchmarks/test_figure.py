@@ -1,7 +1,6 @@
 """Comparison of all drafts: one run, one that goes on, and wrong texts."""
 
 import hashlib
-import json
 
 import pytest
 import torch
@@ -58,23 +57,6 @@ def test_all_systems_continue_the_same_prompts(target, prompts, tmp_path):
     assert all(part in text for part in parts)
     figure_report.draw(records, tmp_path / "figure.svg")
     assert (tmp_path / "figure.svg").stat().st_size > 0
-
-
-def test_an_interrupted_run_goes_on_where_it_stopped(target, prompts, tmp_path, monkeypatch):
-    path, read = tmp_path / "figure.jsonl", []
-    prefill = figure.prefill
-    monkeypatch.setattr(figure, "prefill", lambda model, rows: read.append(len(rows)) or prefill(model, rows))
-    measure(target, prompts, path, modes=["sample"])
-    assert read == [1] * 3
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join(lines[:-4]) + "\n")
-    cut = measure(target, prompts, path, seconds=0, resume=True, modes=["sample"])
-    assert of_kind(cut, "skipped") and json.loads(lines[2]) in cut
-    read.clear()
-    records = measure(target, prompts, path, resume=True, modes=["sample"])
-    assert read == [1]  # the last prompt alone
-    at = [(call["system"], call["turn"]) for call in of_kind(records, "call")]
-    assert len(at) == len(set(at)) == 4 * len(prompts.tokens) and not of_kind(records, "skipped")
 
 
 def test_the_suite_names_systems_that_exist_and_settings_of_their_drafts(target, tmp_path, monkeypatch):

@@ -8,8 +8,8 @@ from benchmarks.harness import ratios, time_in_turns
 from benchmarks.records import of_kind, read_records
 from benchmarks.runner import Run
 
-# A row of the page that `host` has.
-ROW = {"loop_us": {"median": 1.0}, "stock_us": {"median": 1.0}, "ratio": {"median": 1.0, "low": 1.0, "high": 1.0}}
+# A row of the page that `batching` has.
+ROW = {"draft": "a", "speed": 1.0, "lowest": 1.0, "highest": 1.0, "processor": 1.0, "first": 1.0}
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def open_run(tmp_path):
 
     def make(seconds, **options):
         now = [0.0]
-        made = Run(tmp_path / "r.jsonl", "host", seconds, now=lambda: now[0], quiet=True, **options)
+        made = Run(tmp_path / "r.jsonl", "batching", seconds, now=lambda: now[0], quiet=True, **options)
         made.now = now
         return made
 
@@ -34,7 +34,7 @@ def measure(file, name, turn, seconds, log, **options):
         return ROW
 
     place = {"method": name, "turn": turn}
-    return file.measure("host", place, run, lambda: log.append((name, "warm")), **options)
+    return file.measure("batching", place, run, lambda: log.append((name, "warm")), **options)
 
 
 def test_a_measurement_is_made_once_after_one_warm_up_and_an_interrupted_run_goes_on(open_run, tmp_path):
@@ -50,13 +50,13 @@ def test_a_measurement_is_made_once_after_one_warm_up_and_an_interrupted_run_goe
     assert log == [("a", "warm"), ("a", 0), ("a", 1)]
     assert "The run was not finished." in path.with_suffix(".md").read_text()
     with path.open("a") as cut_off:
-        cut_off.write('{"kind": "ho')
+        cut_off.write('{"kind": "ba')
     with open_run(100, resume=True) as file:
         assert measure(file, "a", 1, 1.0, log) is not None
         measure(file, "a", 2, 1.0, log)
     assert log[3:] == [("a", "warm"), ("a", 2)]
     records = read_records(path)
-    assert [record["turn"] for record in of_kind(records, "host")] == [0, 1, 2]
+    assert [record["turn"] for record in of_kind(records, "batching")] == [0, 1, 2]
     assert of_kind(records, "resumed") and records[-1]["kind"] == "end"
 
 
@@ -80,16 +80,16 @@ def test_a_refusal_is_written_once_and_an_error_ends_the_run(open_run):
 
     with open_run(10) as file:
         for turn in range(2):
-            assert file.measure("host", {"method": "a", "turn": turn}, refuse) is None
+            assert file.measure("batching", {"method": "a", "turn": turn}, refuse) is None
     assert [r["reason"] for r in of_kind(file.records, "skipped")] == ["window=0: expected 1 or more."]
     with pytest.raises(ZeroDivisionError), open_run(10) as file:
-        file.measure("host", {"method": "a"}, lambda: {"value": 1 / 0})
+        file.measure("batching", {"method": "a"}, lambda: {"value": 1 / 0})
     assert not of_kind(file.records, "end")
 
 
 def test_other_settings_and_another_environment_are_not_resumed(open_run, tmp_path):
     with open_run(10, settings={"tokens": (8, 9)}) as file:
-        file.write("host", **ROW)
+        file.write("batching", **ROW)
     content = (tmp_path / "r.jsonl").read_bytes()
     for change, message in ({"settings": {"tokens": [8]}}, r"tokens was \[8, 9\], now \[8\]"), (
         {"settings": {"tokens": [8, 9]}, "facts": {"torch": "0"}}, "torch was .*, now 0",
@@ -98,7 +98,7 @@ def test_other_settings_and_another_environment_are_not_resumed(open_run, tmp_pa
             open_run(10, resume=True, **change)
     assert (tmp_path / "r.jsonl").read_bytes() == content
     (tmp_path / "r.jsonl").write_text(json.dumps({"kind": "environment", "benchmark": "gate"}) + "\n")
-    with pytest.raises(ValueError, match=r"--resume .* not a result file of `host`"):
+    with pytest.raises(ValueError, match=r"--resume .* not a result file of `batching`"):
         open_run(10, resume=True)
 
 

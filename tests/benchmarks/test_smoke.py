@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_longspec
-from benchmarks import host, hybrid, read_yaml, verification
+from benchmarks import hybrid, read_yaml, verification
 from benchmarks.acceptance import measure, plan
 from benchmarks.decoder import MODES, Decoder, Decoding
 from benchmarks.gate import GateBenchmark
@@ -14,7 +14,6 @@ from benchmarks.long_generation import LongBenchmark, LongRow
 from benchmarks.random_inputs import Shape
 from benchmarks.records import of_kind
 from benchmarks.runner import Run
-from hf_longspec.attention_backends.triton.config import INTERPRETED
 from hf_longspec.cli.measuring import HF, PLAIN, HfMethod
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.benchmarks.conftest import make_drafts, specattn
@@ -61,7 +60,7 @@ def test_acceptance_compares_drafts_setting_by_setting_within_one_limit(target, 
 def test_every_setting_of_the_acceptance_suite_is_one_of_its_draft():
     suite = read_yaml("suites/acceptance.yaml")
     kinds = {kind: draft.model for kind, draft in DRAFTS.items() if kind in suite}
-    kinds |= dict.fromkeys(("draft_weights", "few_bits"), kinds["specattn"]) | {"vocabulary": kinds["longspec"]}
+    kinds |= {"draft_weights": kinds["specattn"], "vocabulary": kinds["longspec"]}
     assert set(kinds) == set(suite)
     for name, length, _, options in plan({kind: kind for kind in kinds}, [10, 20, 30]):
         assert length in (10, 20, 30) and set(options) <= set(kinds[name].settings)
@@ -125,10 +124,3 @@ def test_hybrid(run, monkeypatch):
     (row,), _ = run("hybrid", lambda to: hybrid.measure(to, models, 70, repeats=2))
     assert row["recurrence"] == "gated delta rule"
     assert all(row[name]["count"] == 2 and row[name]["median"] > 0 for name in ("stock", "commit", "chain", "tree"))
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="where there is a GPU, the kernels take no tensors of the CPU")
-def test_host_launches_one_kernel_per_layer(run):
-    (row,), _ = run("host", lambda to: host.measure(to, host.SHAPE | {"num_hidden_layers": 3}, repeats=2))
-    assert row["launches_per_step"] == row["layers"] == 3
-    assert all(row[name]["count"] == 2 and row[name]["median"] > 0 for name in ("loop_us", "stock_us", "ratio"))

@@ -1,4 +1,4 @@
-"""Intervals and corrected p, against scipy and definitions, and the way in which they are shown."""
+"""Intervals and corrected p, against scipy and definitions; reports of test_tables.py show them."""
 
 import math
 import random
@@ -8,7 +8,6 @@ from itertools import combinations
 import pytest
 from scipy import stats
 
-from benchmarks.acceptance_card import estimate
 from benchmarks.figure_report import holm, ratio_interval
 from benchmarks.report import mean_interval
 
@@ -56,20 +55,3 @@ def test_holm_is_closed_testing_by_bonferroni():
             for own in range(count)
         ]
         assert holm(values) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "form", "minus", "shown"),
-    [
-        (1.9, 2.1, ".2f", 0.0, "2.00 ± 0.10"),
-        (1.904, 2.1, ".2f", 0.0, "2.00 ± 0.10"),  # as rounding to four digits may make it
-        (1.92, 2.1, ".2f", 0.0, "2.00 [1.92, 2.10]"),
-        (1.9, 2.1, "+.1%", 2.0, "+0.0% ± 10.0%"),
-        (1.92, 2.1, "+.1%", 2.0, "+0.0% [-8.0%, +10.0%]"),
-        (2.0, 2.0, ".2f", 0.0, "2.00"),
-    ],
-)
-def test_asymmetric_intervals_are_shown_with_both_ends(low, high, form, minus, shown):
-    interval = {"mean": 2.0, "low": low, "high": high, "count": 5}
-    assert estimate(interval, form, minus) == shown
-    assert estimate(interval | {"count": 2}, form, minus) == shown.partition(" ")[0]

@@ -13,7 +13,7 @@ from benchmarks.tables import BLOCK, main, page_of, refreshed, section
 
 PROJECT = Path(__file__).resolve().parents[2]
 RESULTS = PROJECT / "benchmarks" / "results"
-PAGE = "# Title\n\nbefore\n\n<!-- bench:start memory offsets -->\nold table\n<!-- bench:end -->\n\nafter\n"
+PAGE = "# Title\n\nbefore\n\n<!-- bench:start memory batching -->\nold table\n<!-- bench:end -->\n\nafter\n"
 BEFORE, AFTER = PAGE.split("old table\n")
 
 
@@ -51,7 +51,7 @@ def test_a_page_gets_the_tables_that_it_names_and_keeps_the_rest(page, capsys):
     main([str(page)])
     text = page.read_text()
     assert text.startswith(BEFORE) and text.endswith(AFTER) and "old table" not in text
-    places = [text.index(section(read_records(RESULTS / f"{name}.jsonl"))) for name in ("memory", "offsets")]
+    places = [text.index(section(read_records(RESULTS / f"{name}.jsonl"))) for name in ("memory", "batching")]
     assert places == sorted(places) and str(page) in capsys.readouterr().out
     main([str(page)])
     assert page.read_text() == text and not capsys.readouterr().out

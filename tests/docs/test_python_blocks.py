@@ -33,7 +33,7 @@ RUN_BY = {"docs/training.md": "tests/training/test_documentation.py"}
 NOT_RUN = dict.fromkeys(
     (
         *("docs/dflash.md", "docs/eagle3.md", "docs/gemma4_assistant.md", "docs/large_models.md", "docs/longspec.md"),
-        *("docs/mtp.md", "docs/publishing.md", "docs/serving.md", "docs/specattn.md"),
+        *("docs/mtp.md", "docs/publishing.md", "docs/serving.md"),
     ),
     1,
 )

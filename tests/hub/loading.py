@@ -129,13 +129,6 @@ def saved_drafts(kinds):
     load_copies(FOLDER / "saved" / kinds[0], kinds, FOLDER / "saved/{}", "saved-again", None)
 
 
-def saved_drafts_on_the_engine(kinds):
-    target = Target(FOLDER / "target")
-    for kind in kinds:
-        draft = remote(FOLDER / "saved-on-engine" / kind)
-        check(kind, code=package_of(draft) == ENGINE / PACKAGE, text=target.agrees(draft))
-
-
 def the_installed_package(kinds):
     """The package is used, although nobody has imported it, and a saved draft names no code."""
     sys.path.insert(0, str(ROOT))
@@ -154,9 +147,10 @@ def the_installed_package(kinds):
         )
 
 
-def newer_drafts(kinds, present):
+def newer_than_the_package(kinds):
     """Drafts of a newer version are refused in one line, those of new kinds too, before and after the import."""
-    folder = FOLDER / "newer" / present
+    sys.path.insert(0, str(ROOT))
+    folder = FOLDER / "newer"
     for name in ("known", "unknown"):
         shutil.copytree(FOLDER / "on-engine" / kinds[0], folder / name)
         replace(folder / name / "longspec_draft.py", '"0.1.0"', '"99.0"')
@@ -171,16 +165,6 @@ def newer_drafts(kinds, present):
             check(name, one_line="\n" not in str(error), versions=needs, remedy="pip install --upgrade" in str(error))
         else:
             check(name, refused=False)
-
-
-def newer_than_the_package(kinds):
-    sys.path.insert(0, str(ROOT))
-    newer_drafts(kinds, "package")
-
-
-def newer_than_a_copy(kinds):
-    remote(f"org/{kinds[0]}-on-engine")
-    newer_drafts(kinds, "copy")
 
 
 def without_any_copy(kinds):
@@ -209,8 +193,8 @@ def replace(path, old, new):
     path.write_text(text.replace(old, new))
 
 
-CASES = (from_the_engine, from_their_repository, from_folders, saved_drafts, saved_drafts_on_the_engine)
-CASES += (the_installed_package, newer_than_the_package, newer_than_a_copy, without_any_copy, an_earlier_revision)
+CASES = (from_the_engine, from_their_repository, from_folders, saved_drafts)
+CASES += (the_installed_package, newer_than_the_package, without_any_copy, an_earlier_revision)
 
 
 def main(case, kinds):

@@ -72,10 +72,7 @@ def test_the_target_is_the_recorded_one(make_draft, tmp_path, monkeypatch):
     [
         ({"licence": "mit"}, "licence"),
         ({"limits": 3}, "limits=3"),
-        ({"training": None}, "training=None"),
         ({"datasets": "org/books"}, "datasets='org/books'"),
-        ({"datasets": [1]}, "datasets="),
-        ({"license": ["mit"]}, "license="),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ from hf_longspec import DFlashDraftModel, MtpDraftModel
 from tests.modeling.calls import GREEDY
 from tests.modeling.dflash.test_modeling_dflash import FIXTURES as OF_DFLASH
 from tests.modeling.mtp.test_mtp_fixtures import FIXTURES as OF_MTP
-from tests.tiny_targets import tiny_prompts, tiny_target, write_mtp_layers
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 OPTIONS = GREEDY | {"max_new_tokens": 16}
 
@@ -33,19 +33,15 @@ def compare(monkeypatch, kind, draft, target, **options):
     return rounds
 
 
-@pytest.mark.parametrize(("family", "count"), [("deepseek_v3", 1), ("glm4_moe", 1), ("deepseek_v3", 2)])
-def test_mtp(family, count, tmp_path, monkeypatch):
-    """With two layers also after corrections of the entries that were built on refused tokens."""
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_mtp(family, monkeypatch):
     target = AutoModelForCausalLM.from_pretrained(OF_MTP / family).eval()
-    if count > 1:
-        write_mtp_layers(target, tmp_path, count)
-        target.config.num_nextn_predict_layers, target.config._name_or_path = count, str(tmp_path)
-    # transformers looks for the layers under the numbers that they have in the published models
+    # transformers looks for the layer under the number that it has in the published models
     first = target.config.num_hidden_layers
-    target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{first + layer}\..*" for layer in range(count)]
-    draft = MtpDraftModel.from_target(target, tree_widths=[1] * count, window="all", sinks=0)
+    target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{first}\..*"]
+    draft = MtpDraftModel.from_target(target, tree_widths=[1], window="all", sinks=0)
     rounds = compare(monkeypatch, MTPCandidateGenerator, draft, target, use_mtp=True)
-    assert len(rounds) > 12 and set(rounds) == {count}
+    assert len(rounds) > 12 and set(rounds) == {1}
 
 
 def test_dflash(monkeypatch):

@@ -50,15 +50,11 @@ def next_turn(text, mask, turn, ends=False):
 
 
 # Drafts of the turns, target, cache. Without a draft (`None`): what a draft leaves in a cache is right.
-SOAK = {"marks": pytest.mark.soak}
 CHATS = [
     (["longspec"] * 3, "mistral", "with config"),
-    pytest.param(["specattn"] * 3, "gemma3", "with config", **SOAK),
     (["longspec_assistant"] * 3, "gpt_oss", "own"),
-    pytest.param(["longspec_eagle3"] * 3, "cohere2", "without config", **SOAK),
     (["tokenswift"] * 3, "gemma3", "without config"),
     (["longspec_ngram"] * 3, "mistral", None),
-    (["longspec_ngram", None, "specattn", None], "mistral", "with config"),
     (["longspec_ngram", None, "specattn", None], "gemma3", "without config"),
 ]
 

@@ -8,7 +8,6 @@ import torch
 import yaml
 
 from tests import scripts
-from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.tiny_tokenizers import save_byte_target
 
 CONTEXT = 2048  # two buckets; contexts of 512 bytes and more are short for the bytes after 1,024
@@ -72,31 +71,6 @@ def publish(script, model, novels, output):
 @pytest.fixture(scope="module")
 def published(script, trained, novels, tmp_path_factory):
     return publish(script, trained, novels, tmp_path_factory.mktemp("published"))
-
-
-def test_losses_are_those_of_one_forward(script, monkeypatch):
-    """Chunks with a cache against the loss that the model itself computes."""
-    monkeypatch.setattr(script, "CHUNK", 7)
-    model = tiny_target("llama")
-    ids, _ = tiny_prompts(128, [50])
-    losses = script.losses_of(model, ids)
-    assert len(losses) == 49
-    with torch.no_grad():
-        assert losses.mean().item() == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-5)
-
-
-def test_short_losses_are_those_of_the_same_bytes_with_less_before_them(script):
-    """Byte by byte: 512 to 1,023 bytes of context against a forward of exactly these bytes."""
-    model = tiny_target("llama", max_position_embeddings=CONTEXT)
-    ids = tiny_prompts(128, [CONTEXT])[0][0]
-    found = script.short_losses_of(model, ids)
-    assert len(found) == CONTEXT // 2  # the bytes after the first half
-    for place in (1024, 1535, 1536, 2047):
-        begin = place // 512 * 512 - 512
-        with torch.no_grad():
-            logits = model(ids[None, begin:place]).logits[0, -1]
-        expected = torch.nn.functional.cross_entropy(logits, ids[place])
-        assert found[place - 1024].item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_evaluation_and_card_say_the_same(published):

@@ -106,20 +106,6 @@ def test_other_kinds_are_published(kind, train, tmp_path):
     assert torch.equal(found, target.generate(input_ids, **options))
 
 
-def test_an_interrupted_run_goes_on_and_its_log_has_all_minutes(train):
-    """A run of half its tokens was saved; the command again trains the other half and counts the time of both."""
-    folder = train("halves", "--tokens", 32 * 2 * 100)
-    saved = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    again = train("halves", "--tokens", 32 * 2 * 125)
-    entries = [
-        entry for entry in json.loads((again / "trainer_state.json").read_text())["log_history"] if "loss" in entry
-    ]
-    steps = [entry["step"] for entry in entries]
-    assert steps_of(again) == 125 and steps == sorted(set(steps)) and {10, 100, 120} <= set(steps)
-    assert entries[-1]["cpu_minutes"] > max(entry.get("cpu_minutes", 0) for entry in saved)
-    assert entries[-1]["learning_rate"] < 1e-4 < max(entry["learning_rate"] for entry in entries)
-
-
 def test_a_hybrid_target_and_its_draft(places, tmp_path):
     target, streams = tmp_path / "hybrid", ("--streams", places / "streams")
     sizes = ("--length", 32, "--batch", 2, "--tokens", 64 * 3, "--threads", 1)

@@ -6,52 +6,14 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from tests import scripts
-from tests.tiny_targets import tiny_target
 
 
 @pytest.fixture(scope="module")
 def script():
     return scripts.script("train_tiny_target")
-
-
-def test_a_token_is_a_byte(script, tmp_path):
-    script.byte_tokenizer().save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    text = "def f(x):\n\treturn 'é→日'  \x00\n\n end"
-    ids = tokenizer(text)["input_ids"]
-    assert ids == list(text.encode()) and tokenizer.decode(ids) == text
-    assert tokenizer("a<|endoftext|>b")["input_ids"] == [97, 256, 98] and len(tokenizer) == 258
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257)
-
-
-def test_held_out_files_are_not_read(script, tmp_path):
-    lines = "value = 1  # a line of source\n" * 20
-    for name in ("one.py", "statistics.py", "tests/two.py", "three.py"):
-        (tmp_path / "package" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "package" / name).write_text(lines)
-    (tmp_path / "package" / "three.py").write_text("x" * 500)  # one long line: generated
-    files = sorted((tmp_path / "package").rglob("*.py"))
-    assert script.read_sources(files, tmp_path).tobytes().decode() == f"# package/one.py\n{lines}\n"
-    assert not script.wanted("networkx") and not script.wanted("a.dist-info") and script.wanted("torch")
-
-
-@torch.no_grad()
-def test_doubled_layers_add_what_one_added(script):
-    model = tiny_target("llama")
-    deep = script.with_layers(model, 2 * model.config.num_hidden_layers)
-    assert len(deep.model.layers) == 2 * len(model.model.layers) == deep.config.num_hidden_layers
-    hidden = torch.randn(2, 37, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    for number, layer in enumerate(deep.model.layers):
-        parent = model.model.layers[number // 2]
-        torch.testing.assert_close(2 * layer.mlp(hidden), parent.mlp(hidden))
-        torch.testing.assert_close(2 * layer.self_attn.o_proj(hidden), parent.self_attn.o_proj(hidden))
-        assert torch.equal(layer.self_attn.q_proj.weight, parent.self_attn.q_proj.weight)
-    assert script.with_layers(model, model.config.num_hidden_layers) is model
-    with pytest.raises(SystemExit, match="2 layers cannot become one of 3"):
-        script.with_layers(model, 3)
 
 
 @pytest.fixture

@@ -10,22 +10,20 @@ from accelerate import PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 
-from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
+from hf_longspec import LongSpecDraftModel
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments
 from tests.tiny_targets import tiny_target
 
 ROWS_PER_STEP, STEPS = 8, 2
-KINDS = {"longspec": lambda target: LongSpecDraftModel.from_target(target, window=16)}
-KINDS |= {"heads": lambda target: TokenSwiftDraftModel.from_target(target)}
-# Kinds that two processes train with whole parameters, and with parameters that are divided between them.
-DIVIDED = {"whole": ("longspec", "heads"), "sharded": ("longspec",)}
+# Two processes train with whole parameters, and with parameters that are divided between them.
+MODES = ("whole", "sharded")
 
 
-def make_trainer(folder, rows, accumulation, kind):
+def make_trainer(folder, rows, accumulation):
     """Rows of 9 to 40 tokens for uneven micro-batches; SGD, since Adam would turn rounding into steps."""
     target = tiny_target("llama", max_position_embeddings=512)
     torch.manual_seed(1)
-    draft = KINDS[kind](target)
+    draft = LongSpecDraftModel.from_target(target, window=16)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(9, 41, (ROWS_PER_STEP * STEPS,), generator=generator).tolist()
     dataset = [{"input_ids": torch.randint(3, 128, (length,), generator=generator)} for length in lengths]
@@ -38,7 +36,6 @@ def make_trainer(folder, rows, accumulation, kind):
 def history(trainer):
     """The logged values of each step, without times."""
     names = ["loss", "grad_norm", "num_input_tokens_seen", "acceptance_gap_1", "acceptance_gap_5"]
-    names += ["head_1_top1", "head_3_top3"]
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     return [{name: step[name] for name in names if name in step} for step in steps]
 
@@ -55,11 +52,11 @@ def shard_on_cpu():
     AcceleratorState.__init__ = init
 
 
-def train(folder, mode, kind):
+def train(folder, mode):
     """Train in this process and the others of its group; the first one writes what it logged."""
     os.environ["ACCELERATE_USE_FSDP"] = "true" if mode == "sharded" else "false"
-    output = Path(folder) / mode / kind
-    run = make_trainer(output, 2, 2, kind)
+    output = Path(folder) / mode
+    run = make_trainer(output, 2, 2)
     run.train()
     parts = [type(part).__name__ for part in run.draft.parameters()]
     metrics = run.evaluate()
@@ -69,23 +66,22 @@ def train(folder, mode, kind):
         (output / "history.json").write_text(json.dumps(facts))
 
 
-def train_in_a_fork(rank, port, folder, mode, kind):
+def train_in_a_fork(rank, port, folder, mode):
     """One of two processes, with the variables that accelerate launch sets."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    train(folder, mode, kind)
+    train(folder, mode)
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     assert os.environ["ACCELERATE_USE_FSDP"] == "true"  # set by accelerate launch from the configuration
-    for mode, kinds in DIVIDED.items():
+    for mode in MODES:
         if mode == "sharded":
             shard_on_cpu()
-        for kind in kinds:
-            train(sys.argv[1], mode, kind)
+        train(sys.argv[1], mode)
     # without this, threads that outlive the process group sometimes abort the process
     torch.distributed.destroy_process_group()

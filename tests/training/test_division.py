@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch.multiprocessing import start_processes
 
-from tests.training.divided import DIVIDED, KINDS, ROWS_PER_STEP, STEPS, history, make_trainer, train_in_a_fork
+from tests.training.divided import MODES, ROWS_PER_STEP, STEPS, history, make_trainer, train_in_a_fork
 
 ROOT = Path(__file__).resolve().parents[2]
 # Gradients of size 1, summed in float32 in another order, and two steps of SGD with them.
@@ -20,12 +20,11 @@ TOLERANCE = 2e-5
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory):
-    """Runs that are not divided, by the kind of the draft."""
-    trainers = {kind: make_trainer(tmp_path_factory.mktemp(kind), ROWS_PER_STEP, 1, kind) for kind in KINDS}
-    for trainer in trainers.values():
-        trainer.train()
-    return trainers
+def reference(tmp_path_factory):
+    """A run that is not divided."""
+    trainer = make_trainer(tmp_path_factory.mktemp("whole"), ROWS_PER_STEP, 1)
+    trainer.train()
+    return trainer
 
 
 def assert_same_history(steps, reference):
@@ -34,10 +33,8 @@ def assert_same_history(steps, reference):
         assert step == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "rows", "accumulation"), [("longspec", 1, 8), ("heads", 2, 4)])
-def test_accumulation_is_exact(references, tmp_path, kind, rows, accumulation):
-    reference = references[kind]
-    trainer = make_trainer(tmp_path, rows, accumulation, kind)
+def test_accumulation_is_exact(reference, tmp_path):
+    trainer = make_trainer(tmp_path, 1, 8)
     trainer.train()
     assert_same_history(history(trainer), reference)
     other = reference.draft.state_dict()
@@ -61,25 +58,21 @@ def two_processes(tmp_path_factory):
     return folder
 
 
-EVALUATED = {"longspec": ("eval_acceptance_gap_1", "eval_acceptance_gap_5")}
-EVALUATED |= {"heads": ("eval_head_1_top1", "eval_head_3_top3")}
-
-
-def test_two_processes_equal_one(references, tmp_path):
+def test_two_processes_equal_one(reference, tmp_path):
     """As `accelerate launch` starts them, but forked: an import takes longer than the training."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    start_processes(train_in_a_fork, (port, str(tmp_path), "whole", "longspec"), 2, start_method="fork")
-    assert_equal(references["longspec"], tmp_path / "whole/longspec", "whole", "longspec")
+    start_processes(train_in_a_fork, (port, str(tmp_path), "whole"), 2, start_method="fork")
+    assert_equal(reference, tmp_path / "whole", "whole")
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("mode", "kind"), [(mode, kind) for mode, kinds in DIVIDED.items() for kind in kinds])
-def test_two_processes_of_the_recipe_equal_one(references, two_processes, mode, kind):
-    assert_equal(references[kind], two_processes / mode / kind, mode, kind)
+@pytest.mark.parametrize("mode", MODES)
+def test_two_processes_of_the_recipe_equal_one(reference, two_processes, mode):
+    assert_equal(reference, two_processes / mode, mode)
 
 
-def assert_equal(reference, folder, mode, kind):
+def assert_equal(reference, folder, mode):
     logged = json.loads((folder / "history.json").read_text())
     assert set(logged["parts"]) == ({"DTensor"} if mode == "sharded" else {"Parameter"})
     assert_same_history(logged["steps"], reference)
@@ -87,8 +80,7 @@ def assert_equal(reference, folder, mode, kind):
     for name, tensor in load_file(folder / "model.safetensors").items():
         torch.testing.assert_close(tensor, other[name], rtol=TOLERANCE, atol=TOLERANCE, msg=name)
     expected = reference.evaluate()
-    for name in EVALUATED[kind]:  # 16 rows in batches of 8: uneven for two
+    for name in ("eval_acceptance_gap_1", "eval_acceptance_gap_5"):  # 16 rows in batches of 8: uneven for two
         assert logged["metrics"][name] == pytest.approx(expected[name])
-    if kind == "longspec":  # the largest position of all processes
-        config = json.loads((folder / "config.json").read_text())
-        assert config["trained_max_length"] == reference.method.longest_position
+    config = json.loads((folder / "config.json").read_text())
+    assert config["trained_max_length"] == reference.method.longest_position  # the largest of all processes

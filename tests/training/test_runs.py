@@ -1,12 +1,8 @@
-"""Whole runs of every method: what they change, what they do not depend on, and that they learn."""
+"""Whole runs of every method: what they change, and what they do not depend on."""
 
 import pytest
 import torch
-from transformers import AutoModel
 
-from hf_longspec.training import TokenWindows
-from hf_longspec.training.target_states import TargetPass
-from tests.pairwise import few
 from tests.training.first_step import SGD_TOLERANCE, check_checkpointing
 
 RECURRENT = {"markov_rank": 3, "markov_head_type": "rnn", "sample_from_anchor": True}
@@ -86,20 +82,6 @@ def test_checkpointing_changes_no_gradient(make_trainer, make, labelled, kind, o
 
 
 @pytest.mark.parametrize(
-    ("kind", "loss"), few([("longspec", "kl"), ("heads", "ce"), ("eagle3", "kl"), ("dflash", "kl")], 2)
-)
-def test_stored_states_give_the_losses_with_the_target(make_trainer, make, rows, tmp_path, loss, kind, monkeypatch):
-    settings = {"dataset": rows, "loss": loss, "max_steps": 2} | ({"max_offset": 0} if kind == "longspec" else {})
-    running = trained(make_trainer, make[kind](), **settings)[0]
-    settings["target_kv_dir"] = str(tmp_path / "states")
-    trained(make_trainer, make[kind](), **settings | {"max_steps": 1})
-    monkeypatch.setattr(TargetPass, "__call__", lambda *_: pytest.fail("the target was run"))
-    stored = trained(make_trainer, make[kind](), **settings)[0]
-    # the padding of a row depends on its batch, which changes the order of float32 sums
-    assert history(stored) == [pytest.approx(step, rel=1e-4) for step in history(running)]
-
-
-@pytest.mark.parametrize(
     ("kind", "loss", "dtype"), [("longspec", "kl", torch.bfloat16), ("heads", "ce", torch.float32)], ids=str
 )
 def test_bfloat16_is_near(make_trainer, make, target, kind, loss, dtype):
@@ -111,26 +93,3 @@ def test_bfloat16_is_near(make_trainer, make, target, kind, loss, dtype):
     assert history(trainer)[0][0] == pytest.approx(exact, rel=0.05)
     assert all(tensor.dtype == torch.float32 for tensor in after.values())
     assert target.dtype == dtype and target.forward == forward
-
-
-@KINDS
-def test_the_loss_falls_and_accuracy_rises(make_trainer, make, tokens, tmp_path, kind):
-    """Eight rows, until the draft has learned them at every gap or head. The saved draft has the trained weights."""
-    rows = TokenWindows(tokens[: 8 * 33], 33)
-    if kind == "heads":
-        draft, settings = make[kind](num_heads=2), {"loss": "ce", "max_steps": 40, "learning_rate": 3e-2}
-        names = ["eval_head_1_top1", "eval_head_2_top1"]
-    else:
-        draft, settings = make[kind](), {"max_steps": 30, "learning_rate": 2e-2, "max_offset": 0}
-        names = ["eval_estimated_tau", *(f"eval_acceptance_gap_{gap}" for gap in range(1, 6))]
-    trainer = make_trainer(model=draft, dataset=rows, eval_dataset=rows, per_device_train_batch_size=8, **settings)
-    before = trainer.evaluate()
-    trainer.train()
-    after = trainer.evaluate()
-    assert after["eval_loss"] < 0.7 * before["eval_loss"]
-    assert all(after[name] > before[name] + 0.2 for name in names)
-    assert kind == "longspec" or after["eval_head_1_top3"] >= after["eval_head_1_top1"]
-    trainer.save_model(tmp_path / "draft")
-    loaded = AutoModel.from_pretrained(tmp_path / "draft")
-    assert type(loaded) is type(draft)
-    assert all(torch.equal(tensor, draft.state_dict()[name]) for name, tensor in loaded.state_dict().items())

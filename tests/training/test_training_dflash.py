@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from hf_longspec import DFlashDraftModel
-from hf_longspec.modeling.dflash.convert_dflash import save_speculators
 from tests.modeling.eagle3.residual_stream import residual_stream
-from tests.training.first_step import check_learning, check_loaded, tau, texts_of
 
 
 def definition(draft, target, rows, loss, anchors, window=None):
@@ -93,24 +91,6 @@ def test_the_loss_is_the_definition(make_trainer, make_dflash, target, labelled,
 
 def is_start(row, padded):
     return torch.equal(padded[: len(row)], row)
-
-
-def test_the_draft_learns_and_drafts_better(make_trainer, make_dflash, target, tokens, tmp_path):
-    """On texts of the target. The draft that is written for other engines is the trained one."""
-    starts, texts = texts_of(target, tokens)
-    parts = {"markov_rank": 16, "confidence_head": "markov", "draft_vocab_size": 60, "own_head": True}
-    draft = make_dflash(gate=False, training_blocks=16, **parts)
-    draft.set_vocabulary(texts.flatten().bincount(minlength=260).topk(60).indices, target)
-    settings = {"max_steps": 60, "learning_rate": 1e-2}
-    _, trained = check_learning(make_trainer, target, draft, starts, texts, 0.5, **settings)
-    save_speculators(draft, tmp_path / "theirs", target)
-    loaded = DFlashDraftModel.from_pretrained(tmp_path / "theirs", target=target, gate=False)
-    check_loaded(loaded, draft, target, starts, texts, trained)
-    whole = loaded.last_speculation
-    loaded.generation_config.confidence_threshold = 0.3
-    assert 1.2 < tau(target, loaded, starts, texts) <= trained
-    cut = loaded.last_speculation
-    assert cut.draft_acceptance_rate > whole.draft_acceptance_rate
 
 
 def test_a_selector_is_refused(make_trainer, make_dflash):

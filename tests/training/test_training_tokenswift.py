@@ -26,24 +26,22 @@ def logits_of(draft, target, tokens):
 
 
 def with_hits(draft, target, row):
-    """A row with many labels that are the first or the third choice of one of the heads."""
+    """A row with many labels that are the choice of one of the heads."""
     drafted, _ = logits_of(draft, target, row["input_ids"])
     labels = row.get("labels", row["input_ids"]).clone()
     for place in range(2, len(labels)):
         head = place % 4  # every fourth label is not changed
         if 0 < head <= min(len(drafted), place - 1) and labels[place] != -100:
-            labels[place] = drafted[head - 1, place - 1 - head].topk(3).indices[place % 3 and 2]
+            labels[place] = drafted[head - 1, place - 1 - head].argmax()
     return {**row, "labels": labels}
 
 
 def definition(draft, target, rows, loss):
-    """The loss, and top-1 and top-3 accuracy of every head."""
+    """The loss, and the share of hits of every head."""
     logits = lambda tokens: logits_of(draft, target, tokens)  # noqa: E731
-    losses, ranks = losses_of_steps(rows, logits, loss, len(draft.heads.layers))
-    logs = {}
-    for head, own in enumerate(ranks, start=1):
-        logs |= {f"head_{head}_top{k}": sum(rank < k for rank in own) / len(own) for k in (1, 3)}
-    return sum(float(sum(own)) / len(own) for own in losses), logs
+    losses, hits = losses_of_steps(rows, logits, loss, len(draft.heads.layers))
+    shares = {f"acceptance_head_{head}": sum(own) / len(own) for head, own in enumerate(hits, start=1)}
+    return sum(float(sum(own)) / len(own) for own in losses), shares
 
 
 @pytest.mark.parametrize(("loss", "kind"), [("kl", {}), ("ce", {"sequential": True})], ids=str)
@@ -52,18 +50,12 @@ def test_the_loss_is_the_definition(make_trainer, make_heads, target, rows, loss
     draft = make_heads(**kind)
     rows = [with_hits(draft, target, row) for row in rows]
     expected, logs = definition(draft, target, rows, loss)
-    log = check_first_step(make_trainer, draft, rows, loss, expected, logs)
-    assert len(logs) == 6 and len(set(logs.values())) > 3
-    assert {name for name in log if name.startswith("head")} == logs.keys()
+    check_first_step(make_trainer, draft, rows, loss, expected, logs)
+    assert len(set(logs.values())) == 3
 
 
 def test_rows_that_no_head_can_learn_from_have_no_loss(make_trainer, heads, tokens):
     trainer = make_trainer(model=heads, dataset=[{"input_ids": tokens[:2]}, {"input_ids": tokens[:1]}], max_steps=1)
     trainer.train()
     log = trainer.state.log_history[0]
-    assert log["loss"] == 0 and log["grad_norm"] == 0 and "head_1_top1" not in log
-
-
-def test_refusals(make_trainer, heads):
-    with pytest.raises(ValueError, match="max_offset=100"):
-        make_trainer(model=heads, max_offset=100)
+    assert log["loss"] == 0 and log["grad_norm"] == 0 and "acceptance_head_1" not in log

@@ -96,8 +96,8 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that registers a function of `query`, `key`, `value` and more as an operator of torch.
 
     The decorated function calls the operator while torch compiles, differentiates or records, which must see it, and
-    otherwise its own body, as the dispatcher takes a tenth of the host's time for a layer (`benchmarks/host.py`). Its
-    attribute `operator` is the operator.
+    otherwise its own body, as the dispatcher takes a tenth of the host's time for a layer. Its attribute `operator` is
+    the operator.
     """
 
     def register(function: Callable[..., Any]) -> Any:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
@@ -36,8 +35,6 @@ class AssistantConfig(DraftConfig):
         """Return the vocabulary size of a target, which is all that the draft depends on."""
         return {"vocab_size": text_config(target).vocab_size}
 
-
-logger = logging.get_logger(__name__)
 
 # Folder of the model's weights inside of a saved draft, and the name by which the config refers to it.
 WEIGHTS = "assistant"
@@ -107,7 +104,7 @@ class AssistantDraftModel(DraftModel):
         tokenizers = overrides.pop("tokenizer", None), overrides.pop("assistant_tokenizer", None)
         draft = super().from_target(target, **overrides)
         draft.assistant = assistant
-        draft._compare(target, *tokenizers)
+        draft._translate(target, *tokenizers)
         draft.config.assistant_name_or_path = assistant.config._name_or_path or BESIDE
         if draft.config.pard_token is None:
             draft.config.pard_token = getattr(text_config(assistant), "pard_token", None)
@@ -135,18 +132,8 @@ class AssistantDraftModel(DraftModel):
         draft, info = super()._load(name, target, fields, *args, **kwargs)
         draft._load_assistant(name, target, {key: kwargs[key] for key in kwargs if key in LOADING})
         if target is not None and draft.assistant is not None:
-            draft._compare(target, **tokenizers)
+            draft._translate(target, **tokenizers)
         return draft, info
-
-    def _compare(self, target: PreTrainedModel, *args: Any, **tokenizers: Any) -> None:
-        """Warn of a draft that is larger than its target, and compare the tokenizers."""
-        assert self.assistant is not None
-        if (own := self.assistant.num_parameters()) > (size := target.num_parameters()):
-            logger.warning_once(
-                f"assistant={type(self.assistant).__name__} has {own:,} parameters, and target={type(target).__name__} "
-                f"has {size:,}: the larger model drafts. from_model(assistant, target) takes the draft model first."
-            )
-        self._translate(target, *args, **tokenizers)
 
     def _translate(self, target: PreTrainedModel, tokenizer: Any = None, assistant_tokenizer: Any = None) -> None:
         """Compare the tokenizers of the model and the target, and translate between them if they differ.
@@ -202,20 +189,21 @@ class AssistantDraftModel(DraftModel):
 
         Args:
             assistant_weights (`bool`, *optional*): Whether to write the model's weights, in the folder `assistant`. By
-                default they are written if the model has no Hub id by which others could load it, or has an adapter,
-                which is merged into what is written.
+                default they are written if the model has no Hub id by which others could load it.
             kwargs (`Any`): Arguments of `PreTrainedModel.save_pretrained` for the weights.
 
         Raises:
-            ValueError: If the weights are to be left out and the model has no name or has an adapter, if an adapter
-                cannot be merged, or `push_to_hub=True`.
+            ValueError: If the weights are to be left out and the model has no name, if the model has an adapter, or
+                `push_to_hub=True`.
         """
-        name, has_adapter = self.config.assistant_name_or_path, bool(getattr(self.assistant, "peft_config", None))
+        name = self.config.assistant_name_or_path
+        if getattr(self.assistant, "peft_config", None):
+            raise ValueError(
+                "the draft model has an adapter, which would be saved without its base: merge it first, as "
+                "merge_and_unload() does for a PeftModel."
+            )
         if assistant_weights is None:
-            assistant_weights = name is not None and (has_adapter or name == BESIDE or Path(name).exists())
-        if has_adapter and not assistant_weights:
-            raise ValueError("assistant_weights=False: the adapter of the draft model would be lost. Leave it out.")
-        assistant = _merged(self.assistant) if has_adapter else self.assistant
+            assistant_weights = name is not None and (name == BESIDE or Path(name).exists())
         if not assistant_weights and name == BESIDE:
             raise ValueError(
                 "assistant_weights=False, but the draft model has no name to load it by: save its weights, or set "
@@ -227,8 +215,8 @@ class AssistantDraftModel(DraftModel):
         finally:
             self.config.assistant_name_or_path = name
         if written == BESIDE:
-            assert assistant is not None
-            assistant.save_pretrained(Path(save_directory) / WEIGHTS, **kwargs)
+            assert self.assistant is not None
+            self.assistant.save_pretrained(Path(save_directory) / WEIGHTS, **kwargs)
             if self._assistant_tokenizer is not None:
                 self._assistant_tokenizer.save_pretrained(Path(save_directory) / WEIGHTS)
 
@@ -296,17 +284,6 @@ class AssistantDraftModel(DraftModel):
 
 # Arguments of `from_pretrained` that are passed on to the model of a saved draft.
 LOADING = HUB_KWARGS | {"dtype", "device_map", "attn_implementation", "trust_remote_code", "quantization_config"}
-
-
-def _merged(model: Any) -> PreTrainedModel:
-    """Return a copy of a model with PEFT adapters in which they are merged into the weights."""
-    merge = getattr(model, "merge_and_unload", None)
-    if merge is None:
-        raise ValueError(
-            f"the adapter of {type(model).__name__} cannot be merged into its weights, and would be saved without its "
-            "base. Pass from_model a peft.PeftModel with LoRA or the like, or a model without an adapter."
-        )
-    return copy.deepcopy(model).merge_and_unload()
 
 
 def _tokenizer(name: str) -> Any:

@@ -50,36 +50,10 @@ MUSE_THETA, MUSE_LAYERS, MUSE_WINDOW = 500000.0, (1, 13, 25, 37, 49), 2048
 # Tokens of the texts that DeepSpec's drafts were trained on. No other file says it; max_position_embeddings does not.
 USUAL_LENGTH = 4096
 
-# Fields that say nothing about the computation, in any configuration.
-NEUTRAL = set(PreTrainedConfig().to_dict()) | {
-    *("auto_map", "torch_dtype", "dtype", "use_cache", "attention_dropout", "initializer_range", "max_window_layers"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "pretraining_tp", "num_anchors"),
-    *("_name_or_path", "_commit_hash", "model_type", "architectures", "transformers_version"),
-}
-OF_LAYER = {
-    *(*LAYER_FIELDS, "num_hidden_layers", "attention_bias", "layer_types", "sliding_window", "use_sliding_window"),
-    *("rope_parameters", "rope_theta", "rope_scaling", "mlp_bias"),
-}
 OF_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 # Whether slots see only earlier ones, in the words of vLLM, of SGLang and of JetSpec.
 CAUSAL = ("causal", "is_causal", "causal_head")
-OF_HEADS = {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
-FIELDS = {
-    "z-lab": OF_LAYER | {"block_size", "dflash_config", "num_target_layers", "is_causal"},
-    "DeepSpec": OF_LAYER
-    | OF_HEADS
-    | {"block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "dflash_config", "is_causal"},
-    "Muse": OF_LAYER | {"block_size", "mask_token_id", "target_layer_ids"},
-    "speculators": OF_HEADS
-    | {"speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config", "block_size"}
-    | {"mask_token_id", "aux_hidden_state_layer_ids", "sample_from_anchor", "sliding_window_non_causal"}
-    | {"draft_vocab_size", "target_hidden_size", *OF_DFLASH2},
-}
-OF_DFLASH_CONFIG = {
-    *("mask_token_id", "mask_token", "target_layer_ids", "block_size", "projector_type", "num_target_layers", *CAUSAL),
-    *("attention_sink_bias", "attention_value_scale", "sample_from_anchor", "use_swa", "swa_window_size"),
-    *("sliding_window", *OF_DFLASH2),
-}
+LAYOUTS = ("z-lab", "DeepSpec", "Muse", "speculators")
 
 
 def is_dflash(raw: Mapping[str, Any]) -> bool:
@@ -88,7 +62,7 @@ def is_dflash(raw: Mapping[str, Any]) -> bool:
 
 
 def layout_of(raw: Mapping[str, Any]) -> str | None:
-    """Return the layout of a config.json, a key of `FIELDS`; `None` if it is another model's.
+    """Return the layout of a config.json, one of `LAYOUTS`; `None` if it is another model's.
 
     >>> layout_of({"architectures": ["Qwen3DSparkModel"]}), layout_of({"model_type": "llama"})
     ('DeepSpec', None)
@@ -112,14 +86,7 @@ def dflash_draft(checkpoint: Checkpoint, target: PreTrainedModel | PreTrainedCon
     raw = checkpoint.read_config()
     names = renamed(checkpoint.names, MUSE_NAMES)
     config = _config_of(checkpoint.source, raw, set(names.values()), target)
-    biases = [f"layers.{i}.self_attn.{part}_proj.bias" for i in range(config.num_hidden_layers) for part in "qkvo"]
-    heads = {"gated": ["markov_head.gate_proj.bias"], "rnn": ["markov_head.joint_proj.bias"]}
-    wanted = biases if config.attention_bias else []
-    wanted += heads.get(config.markov_head_type, []) if config.markov_rank else []
-    wanted += ["confidence_head.proj.bias"] if config.confidence_head else []
-    if missing := sorted(set(wanted) - set(names.values())):
-        refuse(checkpoint.source, f"missing tensors {missing}", "which config.json implies")
-    draft = draft_of(checkpoint, raw, names, config, "complete DFlash draft", dtype)
+    draft = draft_of(checkpoint, names, config, "complete DFlash draft", dtype)
     if (scale := (raw.get("dflash_config") or {}).get("attention_value_scale")) is not None:
         for layer in draft.layers:  # values are used only here, so their factor may be part of the projection
             for weight in layer.self_attn.v_proj.parameters():
@@ -136,12 +103,17 @@ def _config_of(
     layout = layout_of(raw)
     if layout is None:
         named = raw.get("speculators_model_type") or raw.get("model_type") or raw.get("architectures")
-        refuse(source, f"config.json is that of {named!r}", f"expected one of the layouts {', '.join(FIELDS)}")
+        refuse(source, f"config.json is that of {named!r}", f"expected one of the layouts {', '.join(LAYOUTS)}")
     nested = dict(raw.get("dflash_config") or {})
     inner = dict(raw.get("transformer_layer_config") or raw)
     if (window := nested.get("swa_window_size") or nested.get("sliding_window")) and not inner.get("sliding_window"):
         inner["sliding_window"] = window
-    _check_fields(source, layout, raw, nested, inner)
+    if (projector := nested.get("projector_type")) not in (None, "linear"):
+        refuse(source, f"projector_type={projector!r}", "Domino drafts are not supported")
+    if raw.get("quantization_config") is not None:
+        refuse(source, "config.json has a quantization_config", "quantized drafts are not supported")
+    if (width := raw.get("target_hidden_size")) not in (None, inner.get("hidden_size")):
+        refuse(source, f"target_hidden_size={width}", f"expected the draft's width {inner.get('hidden_size')}")
     values = raw | nested
     kind = inner.get("model_type") or "qwen3"
     architecture = str((raw.get("architectures") or [""])[0])
@@ -195,27 +167,6 @@ def _config_of(
             if speculators == "dflash2" or nested.get(name) is not None
         },
     )
-
-
-def _check_fields(
-    source: str, layout: str, raw: Mapping[str, Any], nested: Mapping[str, Any], inner: Mapping[str, Any]
-) -> None:
-    """Refuse fields that no known draft has, and values of known ones that stand for another computation."""
-    if (projector := nested.get("projector_type")) not in (None, "linear"):
-        refuse(source, f"projector_type={projector!r}", "Domino drafts are not supported")
-    if raw.get("quantization_config") is not None:
-        refuse(source, "config.json has a quantization_config", "quantized drafts are not supported")
-    known = (
-        (f"config.json of the layout of {layout}", raw, FIELDS[layout] | NEUTRAL),
-        ("dflash_config", nested, OF_DFLASH_CONFIG),
-        ("transformer_layer_config", inner if layout == "speculators" else {}, OF_LAYER | NEUTRAL),
-    )
-    for where, fields, names in known:
-        if unknown := sorted({name for name, value in fields.items() if value is not None} - names):
-            refuse(source, f"{where} has unknown fields {unknown}", "which no known draft has")
-    width = raw.get("target_hidden_size")
-    if width not in (None, inner.get("hidden_size")):
-        refuse(source, f"target_hidden_size={width}", f"expected the draft's width {inner.get('hidden_size')}")
 
 
 def _layer_ids(source: str, layout: str, values: Mapping[str, Any], num_layers: int, text: Any) -> list[int]:

@@ -249,7 +249,6 @@ class DFlashDraftModel(AuxDraftModel):
 
     config_class = DFlashConfig
     drafter_class = DFlashDrafter
-    reads_published = True
     _no_split_modules = ["DFlashLayer"]
     settings: ClassVar[dict[str, Any]] = {
         "num_tree_nodes": Setting(

@@ -42,7 +42,7 @@ class DFlashMethod(AuxMethod):
 
     def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
         """Add anchors `(B, A)`, and put the labels of their blocks `(B, A, levels)` in place of those of the row."""
-        self.longest_position = max(self.longest_position, int(batch["attention_mask"].sum(1).max()))
+        super().prepare(batch, step, total, rows)
         # a row draws by its own index, so that the draws do not depend on how a step is divided
         generators = [torch.Generator().manual_seed(mixed(self.args.seed, step, row)) for row in rows]
         shares = [torch.rand(self.draft.config.training_blocks, generator=generator) for generator in generators]
@@ -54,8 +54,8 @@ class DFlashMethod(AuxMethod):
         room = (batch["attention_mask"].sum(1) - 2).clamp_min(1)[:, None]
         anchors = 1 + (shares.to(room.device) * room).long().clamp_max(room - 1)
         anchors = anchors.clamp_max(labels.shape[1] - 1)
-        places = anchors[..., None] + 1 + torch.arange(self.count_shape[0], device=labels.device)
-        padded = torch.nn.functional.pad(labels, (0, self.count_shape[0] + 1), value=IGNORED)
+        places = anchors[..., None] + 1 + torch.arange(self.levels, device=labels.device)
+        padded = torch.nn.functional.pad(labels, (0, self.levels + 1), value=IGNORED)
         return {**batch, "anchors": anchors, "labels": padded.gather(1, places.flatten(1)).view_as(places)}
 
     def items(self, labels: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class DFlashMethod(AuxMethod):
         blocks = self.draft.config.training_blocks
         shares = (torch.arange(blocks) / blocks).expand(len(inputs["input_ids"]), -1)
         inputs = self._with_blocks(inputs, shares)
-        totals, counts = self.run(model, inputs, self._hidden(inputs))
+        totals, counts = self.run(model, inputs, self.target_pass(inputs["input_ids"]).hidden)
         return (totals / self.items(inputs["labels"]).clamp_min(1)).sum(), counts
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:

@@ -86,7 +86,7 @@ def eagle3_draft(checkpoint: Checkpoint, target: PreTrainedModel | PreTrainedCon
     raw = checkpoint.read_config()
     names = renamed(checkpoint.names, OTHER_NAMES)
     config = _config_of(checkpoint.source, raw, set(names.values()), target)
-    draft = draft_of(checkpoint, raw, names, config, "complete EAGLE-3 draft", dtype)
+    draft = draft_of(checkpoint, names, config, "complete EAGLE-3 draft", dtype)
     if config.mask_token_id is not None:
         methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
         draft.generation_config.tree_widths = [1] * int(methods[0].get("speculative_tokens") or DRAFTED)

@@ -94,7 +94,6 @@ class Eagle3DraftModel(AuxDraftModel):
     """
 
     config_class = Eagle3Config
-    reads_published = True
     _no_split_modules = ["Eagle3Layer"]
     settings: ClassVar[dict[str, Any]] = {
         "tree_widths": WIDTHS,  # 16 nodes with the root, which is a whole tile of the kernels
@@ -122,7 +121,6 @@ class Eagle3DraftModel(AuxDraftModel):
         tokens: torch.LongTensor,
         steps: int = 1,
         target: PreTrainedModel | None = None,
-        position_ids: torch.LongTensor | None = None,
         window: int | None = None,
         sinks: int = 0,
         score: Callable[[int, torch.Tensor], Any] | None = None,
@@ -137,8 +135,6 @@ class Eagle3DraftModel(AuxDraftModel):
             tokens (`torch.LongTensor` of shape `(B, T)`): Token of each entry, the one after the token of the states.
             steps (`int`, *optional*, defaults to 1): Number of chained steps.
             target (`PreTrainedModel`, *optional*): The target, for drafts without an embedding or head of their own.
-            position_ids (`torch.LongTensor` of shape `(B, T)`, *optional*): Positions of the entries. 0, 1, 2, ... by
-                default.
             window (`int`, *optional*): Number of entries of the text that each place attends to, in layers that were
                 not trained with a window of their own. All by default.
             sinks (`int`, *optional*, defaults to 0): First entries that all places attend to in addition to the window.
@@ -150,8 +146,7 @@ class Eagle3DraftModel(AuxDraftModel):
         """
         rotary = self.rotary_embedding(tokens.device)
         length = tokens.shape[1]
-        places = torch.arange(length, device=tokens.device).expand_as(tokens)
-        positions = places if position_ids is None else position_ids
+        positions = torch.arange(length, device=tokens.device).expand_as(tokens)
         embedded, states = self.embed(tokens, target), self.features(aux_hidden_states.to(self.dtype))
         logits: list[Any] = []
         # layers trained with a window saw no sinks besides

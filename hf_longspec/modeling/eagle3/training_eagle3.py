@@ -3,7 +3,6 @@
 Source: EAGLE-3 (https://huggingface.co/papers/2503.01840), section 3.2, "training-time test".
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from transformers import PreTrainedModel
 
 from ...training.arguments import DraftTrainingArguments
 from ...training.methods import STEP_WEIGHT, counted
-from ...training.row_noise import RowNoise, anchor_offset_positions
 from ..shared.training_aux import AuxMethod
 
 
@@ -22,25 +20,14 @@ class Eagle3Method(AuxMethod):
     `loss="kl"` the wanted distribution is the target's at token p + s + 1, over the draft's vocabulary; with
     `loss="ce"` the wanted token is that of the text, if the draft has it. Steps of a P-EAGLE draft after the first read
     masks, and none reads the result of another.
-
-    `max_offset` shifts the draft's own positions after the anchors (Anchor-Offset Indices of LongSpec), and is 0 by
-    default.
     """
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
         self.steps = draft.config.training_steps
         super().__init__(draft, target, args, self.steps)
-        self.noise = RowNoise(args.seed, (1, 1), self.position_limit, args.max_offset or 0)
-
-    def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
-        length = batch["input_ids"].shape[1]
-        lengths = batch["attention_mask"].sum(1).tolist()
-        _, offsets = self.noise.draw(step, total, rows, lengths)
-        self.longest_position = max(self.longest_position, *lengths)
-        return {**batch, "position_ids": anchor_offset_positions(length, offsets, self.args.anchors)}
 
     def run(self, model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the chained steps; the counts are hits and predicted tokens. Positions are 0, 1, 2, ... by default."""
+        """Run the chained steps; the counts are hits and predicted tokens."""
         tokens, labels = inputs["input_ids"], inputs["labels"]
         trained = self.is_trained(labels)
 
@@ -57,7 +44,6 @@ class Eagle3Method(AuxMethod):
             tokens=tokens[:, 1:],
             steps=min(self.steps, tokens.shape[1] - 1),
             target=self.target,
-            position_ids=inputs["position_ids"][:, :-1] if "position_ids" in inputs else None,
             window=self.window,
             sinks=self.sinks,
             score=score,

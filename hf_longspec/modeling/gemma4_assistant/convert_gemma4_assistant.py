@@ -48,7 +48,7 @@ def gemma4_assistant_draft(
     config = Gemma4AssistantDraftConfig(**(facts | values))
     names = {name: name.removeprefix("model.").removeprefix("masked_embedding.") for name in checkpoint.names}
     names.pop("lm_head.weight", None)  # a copy of the embedding
-    draft = draft_of(checkpoint, raw, names, config, "complete assistant of Gemma 4", dtype)
+    draft = draft_of(checkpoint, names, config, "complete assistant of Gemma 4", dtype)
     if (ordering := draft.token_ordering) is not None:
         draft.token_ordering = ordering.long()
         if not torch.equal(draft.token_ordering.sort().values, torch.arange(len(ordering))):

@@ -229,7 +229,6 @@ class Gemma4AssistantDraftModel(DraftModel):
 
     config_class = Gemma4AssistantDraftConfig
     drafter_class = Gemma4AssistantDrafter
-    reads_published = True
     _no_split_modules = ["Gemma4TextDecoderLayer"]
     settings: ClassVar[dict[str, Any]] = {"tree_widths": WIDTHS}
 

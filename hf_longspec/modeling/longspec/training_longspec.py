@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ...generation.target_modules import TargetParts
 from ...training.arguments import DraftTrainingArguments
 from ...training.data import IGNORED
-from ...training.losses import DraftLoss, missed
+from ...training.losses import DraftLoss
 from ...training.methods import TrainingMethod, acceptance, counted
 from ...training.row_noise import RowNoise, anchor_offset_positions
 from ...training.target_states import TargetPass, TargetStates
@@ -32,17 +32,15 @@ class LongSpecMethod(TrainingMethod):
         self.noise = RowNoise(args.seed, noise_range, self.position_limit, args.max_offset, distribution)
         self.target_pass = TargetPass(target, args.target_chunk_size, None, self.parts.kv_layer)
         token_ids = None if draft.d2t is None else draft.token_ids
-        self.objective = DraftLoss(args.loss, self.parts, args.loss_chunk_size, token_ids=token_ids, ranking=missed)
-        self.count_shape = self.noise.gaps[1] - self.noise.gaps[0] + 1, 2
+        self.objective = DraftLoss(args.loss, self.parts, args.loss_chunk_size, token_ids=token_ids)
+        self.levels = self.noise.gaps[1] - self.noise.gaps[0] + 1
         self.longest_position = draft.config.trained_max_length or 0
 
     def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
         """Add the gaps and the positions of the rows, and remove labels that are not trained."""
         lengths = batch["attention_mask"].sum(1).tolist()
         gaps, offsets = self.noise.draw(step, total, rows, lengths)
-        positions = batch.get("position_ids")  # the stored keys of a KVStore are rotated by their positions
-        if positions is None:
-            positions = anchor_offset_positions(batch["input_ids"].shape[1], offsets, self.args.anchors)
+        positions = anchor_offset_positions(batch["input_ids"].shape[1], offsets, self.args.anchors)
         last = max(int(row[length - 1]) for row, length in zip(positions, lengths, strict=True))
         self.longest_position = max(self.longest_position, last)
         return {**batch, "gaps": gaps, "position_ids": positions, "labels": self.trained(batch["labels"], gaps)}
@@ -56,13 +54,10 @@ class LongSpecMethod(TrainingMethod):
         return (labels[:, 1:] != IGNORED).sum()[None]
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        if "keys" in inputs:
-            states = TargetStates(inputs.get("hidden"), inputs["keys"], inputs["values"])
-        else:
-            states = self.target_pass(inputs["input_ids"], inputs["position_ids"])
+        states = self.target_pass(inputs["input_ids"], inputs["position_ids"])
         total, hits, rows = self._run(model, inputs, states, inputs["gaps"])
         levels = torch.tensor(inputs["gaps"], device=rows.device)[rows] - self.noise.gaps[0]
-        return total, counted(hits, levels, self.count_shape[0])
+        return total, counted(hits, levels, self.levels)
 
     def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean loss of a batch over all gaps at the positions 0, 1, 2, ..., and each row's counts by gap."""
@@ -83,18 +78,6 @@ class LongSpecMethod(TrainingMethod):
     def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
         return acceptance(counts, "gap", self.noise.gaps[0])
 
-    def facts(self) -> dict[str, Any]:
-        facts = {name: getattr(self.args, name) for name in ("loss", "seed", "anchors", "max_offset", "max_length")}
-        return facts | {"kv_layer": self.parts.kv_layer}
-
-    def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
-        """Compute keys, values and hidden states of a row at positions that are drawn once and stored with them."""
-        _, offsets = self.noise.draw(-1 - number, 1, [0], [len(tokens)])  # negative: no step has such a number
-        positions = anchor_offset_positions(len(tokens), offsets, self.args.anchors)
-        states = self.target_pass(tokens[None].to(self.args.device), positions.to(self.args.device))
-        kept = ("keys", "values", "hidden") if self.args.loss == "kl" else ("keys", "values")
-        return {"position_ids": positions[0], **{name: getattr(states, name)[0] for name in kept}}
-
     def _run(
         self, model: Any, inputs: dict[str, Any], states: TargetStates, gaps: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -111,8 +94,8 @@ class LongSpecMethod(TrainingMethod):
         labels = inputs["labels"][:, 1:]
         places = labels != IGNORED
         goals = labels[places] if self.args.loss == "ce" else states.hidden[:, :-1][places]
-        total, ranks = self.objective(hidden[:, :-1][places][None], goals)
-        return total, ranks[0] == 0, places.nonzero()[:, 0]
+        total, hits = self.objective(hidden[:, :-1][places][None], goals)
+        return total, hits[0], places.nonzero()[:, 0]
 
 
 def without_keyless(labels: torch.Tensor, gaps: list[int]) -> torch.Tensor:

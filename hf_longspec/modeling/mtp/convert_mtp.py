@@ -8,6 +8,7 @@ with those of the draft before a tensor is read, and only safetensors are read. 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ...generation.target_modules import layer_at
 from ..configuration_base import text_config
-from ..loading import Checkpoint, refuse_integers, refuse_other_shapes
+from ..loading import Checkpoint
 from .modeling_mtp import MtpConfig, decoder_like
 
 
@@ -109,52 +110,32 @@ class MtpCheckpoint:
         checkpoint = _opened(target, source)
         stripped = {name: PREFIX.sub("", name) for name in checkpoint.names if not name.endswith(UNUSED)}
         for family in FAMILIES.values():
-            names, depth = _renamed(family, stripped, text.num_hidden_layers)
-            if depth:
+            if names := _renamed(family, stripped, text.num_hidden_layers):
                 break
         else:
             _refuse_none(checkpoint.source, stripped)
-        if depth > 1 and family is not FAMILIES["DeepSeek"]:
-            raise ValueError(
-                f"{checkpoint.source} has {depth} MTP layers; more than one is supported only for DeepSeek "
-                "checkpoints. Use another draft."
-            )
-        fields = family.fields | {"num_mtp_layers": depth}
-        return cls(checkpoint, names, fields | {"layer_idx": _kind_of_layer(target, set(names.values()))})
+        second = family.block.format(n=text.num_hidden_layers + 1, j=1)
+        if any(bare.startswith(second) for bare in stripped.values()):
+            raise ValueError(f"{checkpoint.source} has several MTP layers: expected one. Use another draft.")
+        return cls(checkpoint, names, family.fields | {"layer_idx": _kind_of_layer(target, set(names.values()))})
 
     def tensors(self, expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return the tensors of a draft. Other names or shapes than expected are refused before one is read.
+        """Return the tensors of a draft, see [`Checkpoint`]; `dtype` is that of weights that are stored in float8."""
+        whole = partial(_stacked_and_scaled, dtype=dtype)
+        return self.checkpoint.tensors(self.names, expected, "complete MTP layers of this target", whole)
 
-        Args:
-            expected (`Mapping[str, torch.Tensor]`): Tensors with the expected names and shapes.
-            dtype (`torch.dtype`): Type of the weights that the checkpoint holds in float8.
-        """
-        shapes = {name: value.shape for name, value in self._read("meta", dtype).items()}
-        missing, unknown = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
-        if missing or unknown:
-            raise ValueError(
-                f"{self.checkpoint.source}: the MTP layers lack {missing} and have unknown tensors {unknown}. Pass "
-                "checkpoint=, a folder or Hub id with weights of the target that are complete, and not quantized "
-                "except to float8 in squares."
-            )
-        remedy = "Pass checkpoint=, the folder or Hub id of this target."
-        refuse_other_shapes(self.checkpoint.source, shapes, expected, remedy)
-        weights = self._read("cpu", dtype)
-        refuse_integers(self.checkpoint.source, weights, expected)
-        return weights
 
-    def _read(self, device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        found = self.checkpoint.read(tuple(self.names), device)
-        weights = {self.names[name]: value for name, value in found.items() if name in self.names}
-        for name in [name for name in weights if name.endswith(SCALE)]:
-            scale, weight = weights.pop(name), weights.get(name.removesuffix(SCALE))
-            if weight is not None and scale.dim() == 2 and scale.shape == tuple(ceil(n / SQUARE) for n in weight.shape):
-                factor = scale.repeat_interleave(SQUARE, 0).repeat_interleave(SQUARE, 1)
-                whole = weight.float() * factor[: weight.shape[0], : weight.shape[1]]
-                weights[name.removesuffix(SCALE)] = whole.to(dtype)
-            else:
-                weights[name] = scale
-        return stacked(weights)
+def _stacked_and_scaled(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return weights with those of float8 multiplied by the factors of their squares, and experts joined."""
+    for name in [name for name in weights if name.endswith(SCALE)]:
+        scale, weight = weights.pop(name), weights.get(name.removesuffix(SCALE))
+        if weight is not None and scale.dim() == 2 and scale.shape == tuple(ceil(n / SQUARE) for n in weight.shape):
+            factor = scale.repeat_interleave(SQUARE, 0).repeat_interleave(SQUARE, 1)
+            whole = weight.float() * factor[: weight.shape[0], : weight.shape[1]]
+            weights[name.removesuffix(SCALE)] = whole.to(dtype)
+        else:
+            weights[name] = scale
+    return stacked(weights)
 
 
 def stacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -201,26 +182,20 @@ def _opened(target: PreTrainedModel, source: str | None) -> Checkpoint:
         ) from error
 
 
-def _renamed(family: Family, stripped: Mapping[str, str], num_layers: int) -> tuple[dict[str, str], int]:
-    """Return the names of a family's tensors in a draft, by those in a checkpoint, and the number of layers."""
-    names: dict[str, str] = {}
-    depth = 0
-    while True:
-        places = {"n": num_layers + depth, "j": depth}
-        parts = {old.format(**places): f"layers.{depth}.{new}" for old, new in family.parts.items()}
-        block = family.block.format(**places)
-        of_layer = [name for name in stripped.values() if name.startswith(block)]
-        has_projection = any(
-            name.startswith(old) for old, new in parts.items() for name in stripped.values() if new.endswith("eh_proj.")
-        )
-        if not of_layer or not has_projection:
-            return names, depth
-        parts[block] = f"layers.{depth}.block."  # last, as the others may begin with it
-        for name, bare in stripped.items():
-            new_name = next((new + bare.removeprefix(old) for old, new in parts.items() if bare.startswith(old)), None)
-            if new_name is not None:
-                names[name] = new_name
-        depth += 1
+def _renamed(family: Family, stripped: Mapping[str, str], num_layers: int) -> dict[str, str]:
+    """Return the names of a family's tensors in a draft, by those in a checkpoint; none if it has no such layer."""
+    places = {"n": num_layers, "j": 0}
+    parts = {old.format(**places): f"layers.0.{new}" for old, new in family.parts.items()}
+    block = family.block.format(**places)
+    projections = tuple(old for old, new in parts.items() if new.endswith("eh_proj."))
+    if not all(any(bare.startswith(part) for bare in stripped.values()) for part in (block, projections)):
+        return {}
+    parts[block] = "layers.0.block."  # last, as the others may begin with it
+    found = {
+        name: next((new + bare.removeprefix(old) for old, new in parts.items() if bare.startswith(old)), None)
+        for name, bare in stripped.items()
+    }
+    return {name: new_name for name, new_name in found.items() if new_name is not None}
 
 
 def _refuse_none(source: str, stripped: Mapping[str, str]) -> None:

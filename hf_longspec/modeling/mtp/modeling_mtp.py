@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
-from weakref import ref
 
 import torch
 from torch import nn
@@ -41,15 +40,13 @@ class MtpConfig(DraftConfig):
     """Configuration of [`MtpDraftModel`]."""
 
     model_type = "longspec_mtp"
-    sizes: ClassVar[dict[str, tuple[int, int]]] = {"num_mtp_layers": (1, 2**8)}
 
     layer_config: dict[str, Any] | None = None  # the target's text config, by which its decoder layers are built
-    layer_idx: int = 0  # the layer of the target that the MTP layers are of the kind of
-    num_mtp_layers: int = 1  # one is run for every drafted token; of several, each is run once
+    layer_idx: int = 0  # the layer of the target that the MTP layer is of the kind of
     hidden_states_first: bool = False  # whether the state comes before the embedding in the input of the projection
     zero_first_embedding: bool = False  # whether the embedding at position 0 is zero
     final_norm: bool = True  # whether a norm follows the layer
-    training_steps: int = 3  # number of chained steps in training, if there is one layer
+    training_steps: int = 3  # number of chained steps in training
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
@@ -85,10 +82,10 @@ class MtpConfig(DraftConfig):
         check_sizes(where, fields)
         with readable(where, fields, CONFIG_MAPPING[kind].from_dict):
             self.layer  # noqa: B018
-        if not 0 <= self.layer_idx < (layers := fields.get("num_hidden_layers", 0)) or self.num_mtp_layers < 1:
+        if not 0 <= self.layer_idx < (layers := fields.get("num_hidden_layers", 0)):
             raise ValueError(
-                f"layer_idx={self.layer_idx} and num_mtp_layers={self.num_mtp_layers} in the draft's config.json: "
-                f"expected a layer from 0 to {layers - 1} and at least one MTP layer. Correct the file."
+                f"layer_idx={self.layer_idx} in the draft's config.json: expected a layer from 0 to {layers - 1}. "
+                "Correct the file."
             )
 
 
@@ -244,11 +241,11 @@ class MtpLayer(GradientCheckpointingLayer):
 
 
 class MtpDraftModel(DraftModel):
-    """A draft of the layers that were trained with the target and lie in its checkpoint, where transformers skips them.
+    """A draft of the layer that was trained with the target and lies in its checkpoint, where transformers skips it.
 
     An entry joins the output of the target's final norm at one token with the embedding of the next. Embedding, head
-    and rotary embedding are the target's. One layer is run again for every drafted token, on its own output in place of
-    the target's; of several layers, each drafts one token.
+    and rotary embedding are the target's. It is run again for every drafted token, on its own output in place of the
+    target's.
 
     ```python
     draft = MtpDraftModel.from_target(target)
@@ -271,8 +268,7 @@ class MtpDraftModel(DraftModel):
     def __init__(self, config: MtpConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         decoder = decoder_like(config)
-        self.layers = nn.ModuleList(MtpLayer(config, decoder) for _ in range(config.num_mtp_layers))
-        self._target: ref[PreTrainedModel] | None = None  # the one that was checked last
+        self.layers = nn.ModuleList([MtpLayer(config, decoder)])
         self.post_init()
 
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
@@ -306,8 +302,6 @@ class MtpDraftModel(DraftModel):
         # by name, as the code of a draft imports no conversion
         found = resolve_name("hf_longspec.modeling.mtp.convert_mtp:MtpCheckpoint").of(target, checkpoint)
         config = cls.config_class.from_target(target, **(found.fields | overrides))
-        if (depth := config.num_mtp_layers) > 1:
-            settings = {"tree_widths": WIDTHS.default[:depth]} | settings
         with torch.device("meta"):
             draft = cls(config)
         dtype = target.get_input_embeddings().weight.dtype
@@ -325,8 +319,8 @@ class MtpDraftModel(DraftModel):
         self,
         hidden_states: torch.Tensor,
         tokens: torch.Tensor,
+        target: PreTrainedModel,
         steps: int = 1,
-        target: PreTrainedModel | None = None,
         window: int | None = None,
         sinks: int = 0,
         score: Callable[[int, torch.Tensor], Any] | None = None,
@@ -336,8 +330,8 @@ class MtpDraftModel(DraftModel):
         Args:
             hidden_states (`torch.Tensor` of shape `(B, T, hidden)`): Output of the target's final norm at T tokens.
             tokens (`torch.LongTensor` of shape `(B, L)`): The tokens after the first of these, at least T.
-            steps (`int`, *optional*, defaults to 1): Number of chained steps, at most that of several layers.
-            target (`PreTrainedModel`, *optional*): The target; by default the one that the draft was checked with.
+            target (`PreTrainedModel`): The target.
+            steps (`int`, *optional*, defaults to 1): Number of chained steps.
             window (`int`, *optional*): Number of entries of the text that each place attends to. All by default.
             sinks (`int`, *optional*, defaults to 0): First entries that all places attend to in addition to the window.
             score (`Callable`, *optional*): Function of the step and of its outputs `(B, n, hidden)`, for training.
@@ -349,25 +343,16 @@ class MtpDraftModel(DraftModel):
         parts, results = self.parts_of(target), []
         states, entries = hidden_states.to(self.dtype), TextEntries(window, sinks)
         for step in range(steps):
-            layer, store = self.layers[0], partial(entries, step)
-            if len(self.layers) > 1:  # each with its own entries
-                layer, store = self.layers[step], partial(TextEntries(window, sinks), 0)
             after = tokens[:, step : step + states.shape[1]]
             states = states[:, : after.shape[1]]
             positions = (step + torch.arange(after.shape[1], device=after.device)).expand_as(after)
-            states = layer(states, parts.embed(after).to(states), positions, parts.rotary(positions, states), store)
+            embedded, angles = parts.embed(after).to(states), parts.rotary(positions, states)
+            states = self.layers[0](states, embedded, positions, angles, partial(entries, step))
             results.append(parts.head(states) if score is None else score(step, states))
         return results
 
-    def parts_of(self, target: PreTrainedModel | None = None) -> TargetParts:
-        """Return embedding, head and rotary embedding of the target; by default of the one that was checked last.
-
-        Raises:
-            ValueError: If there is none.
-        """
-        target = self._target() if target is None and self._target is not None else target
-        if target is None:
-            raise ValueError("this draft uses the target's embedding and head: pass target=.")
+    def parts_of(self, target: PreTrainedModel) -> TargetParts:
+        """Return embedding, head and rotary embedding of the target."""
         return TargetParts(target, self.config.layer_idx)
 
     @property
@@ -380,20 +365,7 @@ class MtpDraftModel(DraftModel):
         return (text.num_hidden_layers,)
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse trees that are deeper than there are layers, if there are several, and their compilation."""
         refuse_compiled_forward(target.model)
-        depth, compiled = len(self.setting("tree_widths")), self.setting("compile")
-        if 1 < len(self.layers) < depth:
-            raise ValueError(
-                f"tree_widths has {depth} levels: this draft has {len(self.layers)} layers, each of which drafts one "
-                f"token. Set at most {len(self.layers)} widths."
-            )
-        if len(self.layers) > 1 and compiled not in ("auto", "off"):
-            raise ValueError(
-                f"compile={compiled!r}: the steps of a draft with {len(self.layers)} MTP layers are not compiled. Set "
-                "compile to 'auto' or 'off'."
-            )
-        self._target = ref(target.model)
 
 
 class TextEntries:

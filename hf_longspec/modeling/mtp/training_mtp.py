@@ -1,7 +1,7 @@
 """Training of MTP layers: chained steps, in which the draft continues from its own outputs as it does when drafting.
 
-Source: DeepSeek-V3 (https://huggingface.co/papers/2412.19437), section 2.2, for several layers. One layer that drafts
-all levels is trained on its own outputs as in EAGLE-3 (https://huggingface.co/papers/2503.01840), section 3.2.
+Source: DeepSeek-V3 (https://huggingface.co/papers/2412.19437), section 2.2. A layer that drafts all levels is trained
+on its own outputs as in EAGLE-3 (https://huggingface.co/papers/2503.01840), section 3.2.
 """
 
 from typing import Any
@@ -10,11 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ...training.arguments import DraftTrainingArguments
-from ...training.methods import STEP_WEIGHT, FinalStateMethod, counted
+from ...training.methods import STEP_WEIGHT, LevelsMethod, counted
 
 
-class MtpMethod(FinalStateMethod):
-    """Trains `config.training_steps` chained steps of one layer on whole rows, or one step of each of several layers.
+class MtpMethod(LevelsMethod):
+    """Trains `config.training_steps` chained steps on whole rows.
 
     Entry p joins the output of the target's final norm at token p with token p + 1. Step s (from 0) continues from the
     output of the step before with token p + s + 1, and predicts token p + s + 2. With `loss="kl"` the wanted
@@ -23,8 +23,8 @@ class MtpMethod(FinalStateMethod):
     """
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
-        self.steps = draft.config.training_steps if len(draft.layers) == 1 else len(draft.layers)
-        super().__init__(draft, target, args, (self.steps, 2))
+        self.steps = draft.config.training_steps
+        super().__init__(draft, target, args, self.steps)
         window = draft.setting("window")
         self.span = {"window": None if window == "all" else window, "sinks": draft.setting("sinks")}
 
@@ -37,8 +37,8 @@ class MtpMethod(FinalStateMethod):
             places = trained[:, step + 2 :]
             states = outputs[:, : places.shape[1]][places]
             goals = labels[:, step + 2 :] if self.args.loss == "ce" else hidden[:, step + 1 : -1]
-            totals, ranks = self.objective(states[None], goals[places])
-            return STEP_WEIGHT**step * totals[0], counted(ranks[0] == 0, places.nonzero()[:, 0], len(tokens))
+            totals, hits = self.objective(states[None], goals[places])
+            return STEP_WEIGHT**step * totals[0], counted(hits[0], places.nonzero()[:, 0], len(tokens))
 
         results = model(
             hidden_states=self.norm(hidden[:, :-1]),

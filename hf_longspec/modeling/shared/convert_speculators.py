@@ -13,13 +13,10 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from ..configuration_base import DraftConfig, text_config
 from ..loading import Checkpoint
 from ..register_draft import DRAFTS
-
-logger = logging.get_logger(__name__)
 
 # Tensors that are in some files and are the target's, or follow from config.json.
 UNUSED = ("verifier_norm.", "verifier_lm_head.")
@@ -32,14 +29,11 @@ LAYER_FIELDS = (
 USUAL_LENGTH = 2048
 
 
-def draft_of(
-    checkpoint: Checkpoint, raw: Mapping[str, Any], names: dict[str, str], config: DraftConfig, what: str, dtype: Any
-) -> Any:
+def draft_of(checkpoint: Checkpoint, names: dict[str, str], config: DraftConfig, what: str, dtype: Any) -> Any:
     """Return the draft of a configuration with the tensors of a checkpoint, in eval mode.
 
     Args:
         checkpoint ([`Checkpoint`]): The checkpoint.
-        raw (`Mapping[str, Any]`): Its config.json.
         names (`dict[str, str]`): Name in the draft of every tensor, by its name in the checkpoint.
         config ([`DraftConfig`]): Configuration of the draft.
         what (`str`): What the draft is, for messages.
@@ -63,7 +57,6 @@ def draft_of(
     typed = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
     draft.load_state_dict(typed, assign=True)
     draft.config.dtype = dtype
-    _compare_names(checkpoint.source, raw, config.target_name_or_path)
     return draft.eval()
 
 
@@ -108,15 +101,6 @@ def _check_vocabulary(source: str, d2t: torch.Tensor, marks: torch.Tensor | None
         )
 
 
-def _compare_names(source: str, raw: Mapping[str, Any], target: str | None) -> None:
-    """Warn if config.json names another target than the one that was passed."""
-    named = ((raw.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
-    if named and target and Path(named).name.lower() != Path(target).name.lower():
-        logger.warning(
-            "%s was made for %s, but the target is %s: fewer drafted tokens may be accepted.", source, named, target
-        )
-
-
 def _layer_config(draft: Any) -> dict[str, Any]:
     """Return the configuration of a draft's layers, as a model of transformers would have it."""
     config, theta = draft.config, draft.effective("rope_theta")
@@ -135,11 +119,15 @@ def _layer_config(draft: Any) -> dict[str, Any]:
 
 
 def fields_of(draft: Any, kind: str, count: int, target: PreTrainedModel | None) -> dict[str, Any]:
-    """Return the fields of config.json that all drafts have: a draft of this kind, chains of `count` tokens."""
+    """Return the fields of config.json that all drafts have: a draft of this kind, greedy chains of `count` tokens."""
+    method = {"proposal_type": "greedy", "speculative_tokens": count, "accept_tolerance": 0.0, "verifier_accept_k": 1}
+    architectures = [] if target is None else [type(target).__name__]
+    proposals: dict[str, Any] = {"algorithm": kind, "default_proposal_method": "greedy", "proposal_methods": [method]}
+    proposals["verifier"] = {"name_or_path": draft.config.target_name_or_path, "architectures": architectures}
     return {
         "draft_vocab_size": draft.config.draft_vocab_size or draft.config.vocab_size,
         "dtype": str(draft.dtype).removeprefix("torch."),
-        "speculators_config": _proposals(draft, kind, count, target),
+        "speculators_config": proposals,
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "tie_word_embeddings": False,
@@ -153,15 +141,6 @@ def read_layers(draft: Any, target: PreTrainedModel | None) -> list[int]:
     if not layers and target is None:
         raise ValueError("the draft's config does not name the target's layers that it reads: pass target=.")
     return list(layers) or list(draft.layers_of(text_config(target)))
-
-
-def _proposals(draft: Any, algorithm: str, count: int, target: PreTrainedModel | None) -> dict[str, Any]:
-    """Return the field of speculators that says how an engine drafts: greedy chains of `count` tokens."""
-    method = {"proposal_type": "greedy", "speculative_tokens": count, "accept_tolerance": 0.0, "verifier_accept_k": 1}
-    architectures = [] if target is None else [type(target).__name__]
-    verifier = {"name_or_path": draft.config.target_name_or_path, "architectures": architectures}
-    algorithm_fields = {"algorithm": algorithm, "default_proposal_method": "greedy", "proposal_methods": [method]}
-    return algorithm_fields | {"verifier": verifier}
 
 
 # Parts that some drafts have of their own and that the format requires, and the method of a target that gives its part.

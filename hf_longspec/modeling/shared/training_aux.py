@@ -1,5 +1,6 @@
 """What the training of drafts that read auxiliary hidden states has in common."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ class AuxMethod(LevelsMethod):
         text = target.config.get_text_config(decoder=True)
         self.layers = draft.layers_of(text)
         hidden_layers = (*self.layers, text.num_hidden_layers) if args.loss == "kl" else self.layers
-        super().__init__(draft, target, args, (levels, 2), hidden_layers)
+        super().__init__(draft, target, args, levels, hidden_layers)
         self.width = len(self.layers) * draft.config.target_hidden_size
         setting = getattr(draft.generation_config, "window", None)
         self.window: int | None = setting if isinstance(setting, int) else None
@@ -28,8 +29,9 @@ class AuxMethod(LevelsMethod):
         if draft.embed_tokens is not None:
             draft.embed_tokens.requires_grad_(False)
 
-    def facts(self) -> dict[str, Any]:
-        return {"states": list(self.layers), "loss": self.args.loss, "max_length": self.args.max_length}
+    def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
+        self.longest_position = max(self.longest_position, int(batch["attention_mask"].sum(1).max()))
+        return batch
 
     def record(self, accelerator: Any) -> None:
         """Record how many positions a query saw in training: the window, or the longest row of any process."""
@@ -43,5 +45,5 @@ class AuxMethod(LevelsMethod):
 
     def loss_of(self, states: torch.Tensor, goals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss of states `(n, width)`, and whether each most likely token is the goal."""
-        totals, ranks = self.objective(states[None], goals, head=self.logits)
-        return totals[0], ranks[0] == 0
+        totals, hits = self.objective(states[None], goals, head=self.logits)
+        return totals[0], hits[0]

@@ -103,11 +103,6 @@ class TokenSwiftDraftModel(DraftModel):
             `torch.Tensor` of shape `(num_heads, B, L, hidden)`. Where the target's own logits at place t predict token
             t + 1, those of `[i]` predict token t + 2 + i.
         """
-        if self.config.sequential != (embedded is not None):
-            raise ValueError(
-                f"sequential={self.config.sequential}, but embedded is {'missing' if embedded is None else 'passed'}. "
-                "Pass embedded to sequential heads, and only to these."
-            )
         return self.heads(hidden.to(self.dtype), None if embedded is None else embedded.to(self.dtype))
 
     def max_nodes(self, target: TargetView) -> int:

@@ -16,7 +16,6 @@ from tests.pairwise import few
 from tests.rounding import rounding
 from tests.tiny_targets import random_draft, tiny_prompts, tiny_target
 
-HYBRID = FIXTURES.parents[1] / "mtp" / "fixtures"
 PEAGLE = FIXTURES.parents[1] / "eagle3" / "peagle_llama"
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 8}
 

@@ -1,4 +1,4 @@
-"""DFlash, DSpark and DFlash2 drafts against the outputs of the projects that publish them, and broken rules."""
+"""DFlash, DSpark and DFlash2 drafts against the outputs of the projects that publish them."""
 
 import json
 from pathlib import Path
@@ -8,16 +8,14 @@ import torch
 from safetensors.torch import load_file
 
 from hf_longspec import DFlashDraftModel
-from hf_longspec.modeling.dflash import modeling_dflash
 from tests.modeling.dflash.block_logits import block_logits, ends_of
 from tests.rounding import rounding, share
-from tests.tiny_targets import random_draft, randomize, tiny_target
+from tests.tiny_targets import random_draft, tiny_target
 
 FIXTURES = Path(__file__).with_name("fixtures")
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
 # two layers, the projection of the auxiliary hidden states, and the head
 TOLERANCE = share(layers=4)
-BROKEN = 1e-2
 
 
 def expected_of(name):
@@ -28,17 +26,12 @@ def load(name, **options):
     return DFlashDraftModel.from_pretrained(FIXTURES / name, window=None, **options)
 
 
-def logits_of(draft, expected, **changes):
-    """The logits of the three blocks, those that the publisher computed at the same place of the lists."""
-    given = expected | changes
-    target = ends_of(given.get("target_embed_tokens"), given.get("target_lm_head"))
-    return block_logits(draft, target, given["taps"][None], given["ids"][None], expected["context_lengths"].tolist())
-
-
-def error_of(draft, expected, **changes):
-    """Largest error of a logit, as a share of the largest logit of its block."""
-    errors = []
-    for block, logits in enumerate(logits_of(draft, expected, **changes)):
+def error_of(draft, expected):
+    """Largest error of a logit of the three blocks, as a share of the largest logit of its block."""
+    errors, lengths = [], expected["context_lengths"].tolist()
+    target = ends_of(expected.get("target_embed_tokens"), expected.get("target_lm_head"))
+    found = block_logits(draft, target, expected["taps"][None], expected["ids"][None], lengths)
+    for block, logits in enumerate(found):
         wanted = expected.get(f"block_{block}_logits", expected.get(f"block_{block}_base_logits"))
         assert logits[0].shape == wanted.shape
         errors.append(float((logits[0] - wanted).abs().max() / wanted.abs().max()))
@@ -72,104 +65,12 @@ def test_tokens_are_chosen_after_the_token_before(name):
             torch.testing.assert_close(torch.stack(confidence), expected[f"block_{block}_confidence_logits"])
 
 
-def order(draft, expected, patch):
-    return {"taps": expected["taps"].unflatten(-1, (-1, 32)).roll(1, -2).flatten(-2)}
-
-
-def mask_in_slot_0(draft, expected, patch):
-    return {"ids": torch.full_like(expected["ids"], draft.config.mask_token_id)}
-
-
-def positions(draft, expected, patch):
-    whole = DFlashDraftModel.block_positions
-    patch.setattr(DFlashDraftModel, "block_positions", lambda self, anchors: 1 + whole(self, anchors))
-
-
-def states_before_the_norm(draft, expected, patch):
-    draft.hidden_norm = torch.nn.Identity()
-
-
-def causal_block(draft, expected, patch):
-    size = draft.config.block_size
-    patch.setattr(DFlashDraftModel, "slot_mask", lambda *_: torch.ones(size, size, dtype=torch.bool).tril())
-
-
-def bidirectional_block(draft, expected, patch):
-    size = draft.config.block_size
-    patch.setattr(DFlashDraftModel, "slot_mask", lambda *_: torch.ones(size, size, dtype=torch.bool))
-
-
-def later_entries(draft, expected, patch):
-    shape = 1, len(expected["context_lengths"]), draft.config.block_size, len(expected["ids"])
-    patch.setattr(modeling_dflash.BlockAttention, "_entries", lambda *_: torch.ones(shape, dtype=torch.bool))
-
-
-def wider_window(draft, expected, patch):
-    draft.config.layer_windows = [window and window + 1 for window in draft.config.window_of_layers]
-
-
-def narrower_window(draft, expected, patch):
-    draft.config.layer_windows = [window and window - 1 for window in draft.config.window_of_layers]
-
-
-def other_rule_of_windows(draft, expected, patch):
-    draft.config.block_window = not draft.config.block_window
-
-
-def reversed_taps(draft, expected, patch):
-    for module in draft.modules():
-        if isinstance(module, modeling_dflash.BlockConvolution):
-            module.base_kernel.data = module.base_kernel.flip(1)
-
-
-SLIDING = ("muse_sliding", "spec_dflash_sliding_causal", "zlab_sliding_derived")
-MUTANTS = [
-    *((rule, name) for rule in (order, mask_in_slot_0, positions, states_before_the_norm) for name in NAMES[::4]),
-    *((rule, name) for rule in (causal_block, later_entries) for name in ("zlab_full", "deepspec_dspark_vanilla")),
-    (bidirectional_block, "spec_dflash_sliding_causal"),
-    *((rule, name) for rule in (wider_window, narrower_window, other_rule_of_windows) for name in SLIDING),
-    (reversed_taps, "spec_dflash2"),
-]
-
-
-@pytest.mark.parametrize(("rule", "name"), MUTANTS, ids=lambda value: getattr(value, "__name__", value))
-def test_a_broken_rule_shows(rule, name, monkeypatch):
-    draft, expected = load(name), expected_of(name)
-    changes = rule(draft, expected, monkeypatch) or {}
-    assert error_of(draft, expected, **changes) > BROKEN
-
-
 def test_layers_that_are_read_are_counted_in_two_ways():
     """speculators counts inputs of layers, z-lab and DeepSpec outputs."""
     raw = json.loads((FIXTURES / "spec_dflash_anchor" / "config.json").read_text())
     assert load("spec_dflash_anchor").config.target_layer_ids == raw["aux_hidden_state_layer_ids"]
     outputs = expected_of("zlab_full")["target_layer_ids"].tolist()
     assert load("zlab_full").config.target_layer_ids == [layer + 1 for layer in outputs]
-
-
-@pytest.mark.parametrize(("window", "sinks"), [(3, 0), (3, 2)])
-def test_a_window_hides_entries(window, sinks):
-    """The block sees what a text of the visible entries alone would show, as entries do not depend on others."""
-    model = tiny_target("llama", vocab_size=31)
-    draft = DFlashDraftModel.from_target(model, num_hidden_layers=2, block_size=4)
-    randomize(draft)
-    aux = torch.randn(1, 11, 3 * 64, generator=torch.Generator().manual_seed(0))
-    tokens = torch.arange(12)[None] + 3
-    rotary = draft.rotary_embedding(tokens.device)
-    seen = [p for p in range(9) if p < sinks or p >= 9 - window]
-    with torch.no_grad():
-        states = draft(aux, tokens, torch.tensor([[9]]), model, window, sinks)[0, 0]
-        context = draft.context(aux)[:, seen]
-        angles = rotary(context, torch.tensor([seen]))
-        kept = [layer.entries(context, angles) for layer in draft.layers]
-
-        def attend(index, query, key, value):
-            key, value = (torch.cat(pair, 2) for pair in zip(kept[index], (key, value), strict=True))
-            return torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-
-        embedded = draft.embed_block(tokens[:, 9], model)
-        alone = draft.run(embedded, rotary(embedded, torch.arange(9, 13)[None]), attend)[0]
-    torch.testing.assert_close(states, alone, rtol=0, atol=TOLERANCE * float(alone.abs().max()))
 
 
 def restated(draft, model, aux, root, causal):
@@ -229,4 +130,4 @@ def test_a_causal_block_and_sinks_in_straight_lines(causal):
     states = draft(aux, tokens, torch.tensor([[7]]), model)[0, 0]
     torch.testing.assert_close(states.double(), expected, **rounding(expected, layers=4))
     draft.generation_config.causal = not causal
-    assert (draft(aux, tokens, torch.tensor([[7]]), model)[0, 0] - states).abs().max() > BROKEN
+    assert (draft(aux, tokens, torch.tensor([[7]]), model)[0, 0] - states).abs().max() > 1e-2

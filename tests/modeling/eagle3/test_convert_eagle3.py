@@ -128,23 +128,6 @@ def test_positions_are_the_drafts_own(copy_of, caplog):
     assert length == 65536  # such drafts are trained on long texts
 
 
-def test_embedding_and_head_may_be_absent(copy_of, model):
-    whole = copy_of("llama_norm_before_residual", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
-    weights = load_file(whole / "model.safetensors")
-    ids = torch.arange(40) + weights["d2t"]
-    rows = {"embed_tokens.weight": model.get_input_embeddings().weight.detach()}
-    rows |= {"lm_head.weight": model.get_output_embeddings().weight.detach()[ids]}
-    save_file(weights | rows, whole / "model.safetensors", metadata={"format": "pt"})
-    without = copy_of("llama_norm_before_residual", drop=rows, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
-    texts, ids = [], torch.arange(20)[None]
-    for folder in (whole, without):
-        draft = Eagle3DraftModel.from_pretrained(folder, target=model, gate=False)
-        assert draft.config.own_head is draft.config.own_embedding is (folder == whole)
-        model.generate(ids, assistant_model=draft, max_new_tokens=20, do_sample=False, eos_token_id=999)
-        texts.append(draft.last_speculation.acceptance_histogram)
-    assert texts[0] == texts[1]
-
-
 @pytest.mark.parametrize("name", SPECULATORS)
 def test_a_round_trip_through_the_format_of_speculators(name, tmp_path):
     draft = Eagle3DraftModel.from_pretrained(FIXTURES / name)

@@ -64,24 +64,6 @@ def test_settings_override_the_checkpoint():
     assert error_of(draft, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize(("window", "sinks"), [(3, 0), (3, 2), (11, 0)])
-def test_a_window_is_a_banded_mask(window, sinks):
-    """One place after another, with the entries that it may see and no others."""
-    draft, expected = Eagle3DraftModel.from_pretrained(FIXTURES / "llama_plain"), expected_of("llama_plain")
-    aux, tokens = expected["taps"], expected["tokens_after"]
-    levels = logits_of(draft, expected, window=window, sinks=sinks)
-    for place in range(len(tokens) - 2):
-        seen = [p for p in range(place + 1) if p < sinks or p > place - window]
-        ids = torch.cat([tokens[seen], tokens[place + 1 : place + 3]])[None]
-        positions = torch.tensor([[*seen, place + 1, place + 2]])
-        padded = torch.cat([aux[seen], aux[:2]])[None]
-        with torch.no_grad():
-            alone = draft(aux_hidden_states=padded, tokens=ids, steps=3, position_ids=positions)
-        for step, level in enumerate(alone):
-            wanted = levels[step][place]
-            torch.testing.assert_close(level[0, len(seen) - 1], wanted, **rounding(wanted, 1 + step))
-
-
 def test_embedding_and_head_of_the_target():
     """A draft without its own gives the logits of one that holds copies."""
     model = tiny_target("gemma3", vocab_size=31)  # its embedding module has a factor, which the draft must not see

@@ -51,13 +51,6 @@ def test_names_with_and_without_the_trainers_prefix(layout, target_config, tmp_p
     assert (draft.config.window, draft.config.kv_layer, draft.setting("tree_widths")) == (513, 1, [4, 16, 16, 16, 11])
 
 
-def test_missing_biases_are_zero(target_config, tmp_path):
-    tensors = {name: value for name, value in published_tensors().items() if not name.endswith(".bias")}
-    draft = convert(str(as_safetensors(tensors, tmp_path)), target_config)
-    biases = [value for name, value in draft.block.state_dict().items() if name.endswith(".bias")]
-    assert len(biases) == 4 and not any(bias.any() for bias in biases)
-
-
 def without_a_matrix(tensors):
     del tensors["mlp.up_proj.weight"]
     return tensors | {"lm_head.weight": torch.ones(2)}

@@ -14,7 +14,6 @@ from hf_longspec.modeling.mtp.generation_mtp import MtpDrafter
 from tests.modeling.calls import LENGTHS, check_text, generate, watch_levels
 from tests.robustness.shrunk_configs import shrunk_config
 from tests.robustness.test_targets import adapted
-from tests.tiny_targets import write_mtp_layers
 
 FIXTURES = Path(__file__).parent / "fixtures"
 # The targets of the last two have recurrent layers.
@@ -32,10 +31,10 @@ def chain_logits(draft, states, tokens, steps, target):
     State p is joined with token p + 1.
     """
     states, tokens = states[:, :-1], tokens[:, 1:]
-    logits = draft(states, tokens, target=target)
+    logits = draft(states, tokens, target)
     for step in range(1, steps + 1):
         tokens = torch.cat([tokens, logits[-1][:, -1:].argmax(-1)], 1)
-        logits.append(draft(states, tokens, step + 1, target)[-1][:, -1:])
+        logits.append(draft(states, tokens, target, step + 1)[-1][:, -1:])
     return logits
 
 
@@ -63,22 +62,14 @@ def test_logits_are_those_of_the_publisher(family):
     assert not torch.allclose(chain_logits(draft, wrong, ids, 0, target)[0][0, : len(wanted)], wanted, **CLOSE)
 
 
-WAYS = ({}, {"do_sample": True, "lengths": (21,)})
-
-
 @pytest.mark.parametrize(
-    ("family", "count", "widths"),
-    [("qwen3_5", 1, [1, 1, 1]), ("mimo_derived", 1, [2, 2]), ("deepseek_v3", 2, [2, 2])],
+    ("family", "widths"), [("qwen3_5", [1, 1, 1]), ("mimo_derived", [2, 2]), ("deepseek_v3", [2, 2])]
 )
-def test_drafting_is_a_forward_over_the_text(family, count, widths, tmp_path, monkeypatch):
+def test_drafting_is_a_forward_over_the_text(family, widths, monkeypatch):
     """Of the most likely token of every level, after a text of any length; so of rings, rejections and prompts."""
     target, drafted = target_of(FIXTURES / family), watch_levels(monkeypatch, MtpDrafter)
-    if count > 1:
-        write_mtp_layers(target, tmp_path, count)
-        with pytest.raises(ValueError, match="2 layers"):
-            MtpDraftModel.from_target(target, str(tmp_path), tree_widths=[4, 2, 2])
     settings = SETTINGS | {"tree_widths": widths, "window": "all", "sinks": 0}
-    draft = MtpDraftModel.from_target(target, str(tmp_path) if count > 1 else None, **settings)
+    draft = MtpDraftModel.from_target(target, **settings)
     text, compared = generate(target, draft), 0
     assert torch.equal(text, generate(target, None))
     for row, length in enumerate(LENGTHS):
@@ -175,6 +166,15 @@ def test_tensors_that_are_no_weights_are_refused(tmp_path):
     save_file(weights | {name: weights[name].to(torch.int8)}, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"type torch.int8 in .*, expected floating point"):
         MtpDraftModel.from_target(target_of(FIXTURES / "glm4_moe"), str(folder))
+
+
+def test_several_layers_are_refused(tmp_path):
+    folder, target = shutil.copytree(FIXTURES / "deepseek_v3", tmp_path / "target"), target_of(FIXTURES / "deepseek_v3")
+    weights, first = load_file(folder / "model.safetensors"), target.config.num_hidden_layers
+    second = {name.replace(f"layers.{first}.", f"layers.{first + 1}."): x.clone() for name, x in weights.items()}
+    save_file(second | weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="has several MTP layers: expected one"):
+        MtpDraftModel.from_target(target, str(folder))
 
 
 def test_an_index_of_no_files_is_refused(tmp_path):

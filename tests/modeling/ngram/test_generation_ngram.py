@@ -1,4 +1,4 @@
-"""N-grams as drafts: the text stays the target's, and what is proposed comes from confirmed tokens alone."""
+"""N-grams as drafts: what is proposed, and what is remembered from call to call."""
 
 from types import SimpleNamespace
 
@@ -15,8 +15,6 @@ from tests.gates import FlippingGate
 from tests.tiny_targets import tiny_prompts
 
 RAGGED = (33, 3, 13)
-# so few tokens that a random model repeats itself now and then
-SMALL = {"vocab_size": 12}
 
 
 def drafter_of(batch_size, **settings):
@@ -83,28 +81,6 @@ class TestProposals:
         assert drafter.indexes[0] is not index and drafter.indexes[0].text.tolist() == [5, 5, 5]
 
 
-def test_keys_are_the_confirmed_text(target, monkeypatch):
-    """Whenever something is proposed, the drafter knows prompt and emitted tokens, root included, and nothing else."""
-    propose, seen = NgramDrafter.propose, []
-
-    def checking(self, root):
-        sequences = self.binding.rule.sequences
-        for row, index in enumerate(self.indexes):
-            prompt = input_ids[row][mask[row].bool()].tolist()
-            assert index.text.tolist() == prompt + list(sequences.generated[row])
-            assert index.text[-1] == root[row] or sequences.done[row]
-        seen.append(propose(self, root))
-        return seen[-1]
-
-    monkeypatch.setattr(NgramDrafter, "propose", checking)
-    model = target("llama", **SMALL)
-    input_ids, mask = tiny_prompts(12, RAGGED)
-    draft = NgramDraftModel.from_target(model)
-    options = {"assistant_model": draft, "max_new_tokens": 20, "do_sample": False, "eos_token_id": 7}
-    model.generate(input_ids, attention_mask=mask, **options)
-    assert len(seen) > 3 and {tree.tokens.shape for tree in seen} == {(3, 17)}
-
-
 class TestMemory:
     @pytest.fixture
     def case(self, target, every_step_speculates):
@@ -151,8 +127,7 @@ class TestMemory:
         [
             (0, [[1]], "ngram_memory=0"),
             (9, ["text"], "'t' in texts: expected token ids below 128, a list or tensor for each text"),
-            (9, [[1], [-1]], "-1 in"),
-            (9, [[9999]], "9999"),
+            (9, [[1], [9999]], "9999"),
         ],
     )
     def test_what_cannot_be_remembered_is_refused(self, target, memory, texts, message):
@@ -161,7 +136,7 @@ class TestMemory:
             draft.remember(texts)
         assert not draft._memory.index.text
 
-    @pytest.mark.parametrize("tokens", [torch.ones(3), torch.tensor([[1]]), torch.tensor([9999]), torch.tensor([-2])])
+    @pytest.mark.parametrize("tokens", [torch.ones(3), torch.tensor([9999])])
     def test_a_damaged_file_is_refused(self, target, tmp_path, tokens):
         draft = NgramDraftModel.from_target(target("llama"), ngram_memory=9)
         draft.save_pretrained(tmp_path)

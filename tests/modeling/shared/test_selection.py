@@ -1,60 +1,17 @@
-"""Which entries drafting reads, against sorts and loops; the compact copies, slot by slot; and what they cost."""
-
-import math
+"""Which entries drafting reads, against sorts and loops, and their compact copies."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hf_longspec import SpeculativeCache
-from hf_longspec.modeling.shared.sparse_caches import SINK_TOKENS, SelectedCache, budget, select_top, select_window
+from hf_longspec.modeling.shared.sparse_caches import SINK_TOKENS, SelectedCache
 from tests.tiny_targets import tiny_target
-from tests.watching import before
-
-
-@given(prefix=st.integers(0, 3000), ratio=st.floats(0.001, 1.0, exclude_min=True), floor=st.integers(1, 600))
-def test_budget_is_the_share_between_floor_and_prefix(prefix, ratio, floor):
-    count = budget(prefix, ratio, floor)
-    assert count == sorted([floor, math.ceil(ratio * prefix), prefix])[1] if floor <= prefix else count == prefix
 
 
 def best_by_sorting(scores, prefix, count):
     """Sinks first, then the best others: a sort of pairs."""
     others = sorted(range(SINK_TOKENS, prefix), key=lambda slot: -scores[slot])
     return (list(range(min(SINK_TOKENS, prefix))) + others)[:count]
-
-
-@given(
-    prefixes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
-    heads=st.integers(1, 3),
-    share=st.floats(0.05, 1.0),
-    seed=st.integers(0, 10**6),
-)
-def test_top_entries_equal_a_sort(prefixes, heads, share, seed):
-    """Ragged rows: what lies beyond a row's prefix is junk, here the highest scores of all."""
-    longest = max(prefixes)
-    scores = torch.randn(len(prefixes), heads, longest, generator=torch.Generator().manual_seed(seed))
-    for row, prefix in enumerate(prefixes):
-        scores[row, :, prefix:] = 100.0
-    counts = [budget(prefix, share, SINK_TOKENS) for prefix in prefixes]
-    chosen = select_top(scores.clone(), torch.tensor(prefixes), max(counts))
-    assert chosen.shape == (len(prefixes), heads, max(counts))
-    for row, (prefix, count) in enumerate(zip(prefixes, counts, strict=True)):
-        for head in range(heads):
-            expected = best_by_sorting(scores[row, head].tolist(), prefix, count)
-            assert sorted(chosen[row, head, :count].tolist()) == sorted(expected)
-
-
-@given(prefixes=st.lists(st.integers(1, 60), min_size=1, max_size=4), ratio=st.floats(0.05, 1.0))
-def test_window_is_sinks_and_the_most_recent(prefixes, ratio):
-    counts = [budget(prefix, ratio, 7) for prefix in prefixes]
-    chosen = select_window(torch.tensor(prefixes), torch.tensor(counts), max(counts))
-    assert chosen.shape == (len(prefixes), 1, max(counts))
-    for row, (prefix, count) in enumerate(zip(prefixes, counts, strict=True)):
-        sinks = min(SINK_TOKENS, count)
-        expected = [*range(sinks), *range(prefix - (count - sinks), prefix)]
-        assert chosen[row, 0, :count].tolist() == expected
 
 
 def filled_cache(lengths, num_layers=3, max_length=60, tree_slots=6):
@@ -67,47 +24,6 @@ def filled_cache(lengths, num_layers=3, max_length=60, tree_slots=6):
         cache.update(keys + 10_000 * layer, -keys[..., :2] - 10_000 * layer, layer)
     cache.set_lengths(lengths)
     return cache
-
-
-def fill(selected, counts, tails, chosen):
-    """Begin a phase with the entries `chosen` `(B, 1 or K, n)` in all sparse layers."""
-    selected.begin(counts, tails)
-    ((device, layers),) = selected.layers_by_device().items()
-    selected.allocate(layers)
-    selected.fill(layers, chosen[None], selected.table(device))
-
-
-# Committed tokens, selected entries and tail of every row.
-PHASES = [((50, 30), (6, 6), (2, 2)), ((54, 31), (6, 6), (4, 1)), ((55, 36), (9, 5), (1, 5))]
-PHASES += [((59, 37), (4, 8), (4, 1)), ((60, 40), (7, 7), (1, 3))]
-
-
-@pytest.mark.parametrize("heads", [1, 2])
-def test_compact_copies_slot_by_slot(heads):
-    """Selected entries, then the tail, then room for the drafts, for every row, head and layer of every phase."""
-    cache, room = filled_cache((1, 1)), 3
-    selected = SelectedCache(cache, frozenset({1}), room)
-    assert selected.sparse_layers == [0, 2]
-    for lengths, counts, tails in PHASES:
-        cache.set_lengths(lengths)
-        chosen = torch.stack([torch.arange(max(counts)) * (3 + head) for head in range(heads)]).expand(2, -1, -1)
-        fill(selected, counts, tails, chosen)
-        for layer in selected.sparse_layers:
-            for row, (length, count, tail) in enumerate(zip(lengths, counts, tails, strict=True)):
-                for head in range(2):
-                    slots = [*chosen[row, head % heads, :count].tolist(), *range(length - tail, length)]
-                    for name in ("keys", "values"):
-                        full = getattr(cache.layers[layer], name)[row, head, slots]
-                        compact = getattr(selected.layers[layer], name)[row, head, : count + tail]
-                        assert torch.equal(compact, full)
-            assert selected.layers[layer].keys.shape[2] >= max(selected.used.lengths.host) + room
-        assert selected.used.lengths.host == tuple(count + tail for count, tail in zip(counts, tails, strict=True))
-        # dense layers are the target's own buffers
-        assert selected.layers[1].keys.data_ptr() == cache.layers[1].keys.data_ptr()
-        assert selected.dense_used.lengths.host == lengths
-        selected.advance()
-        assert selected.used.lengths.host[0] == counts[0] + tails[0] + 1
-        assert selected.dense_used.lengths.host[0] == lengths[0] + 1
 
 
 @pytest.mark.parametrize("counts", [(6, 6), (9, 5)], ids=["equal counts", "unequal counts"])
@@ -138,38 +54,3 @@ def test_all_layers_select_together(counts, any_counts):
                 assert torch.equal(
                     copy.values[row, head, count : count + tail], own.values[row, head, length - tail : length]
                 )
-
-
-def nbytes(selected):
-    return sum(
-        t.numel() * t.element_size()
-        for index in selected.sparse_layers
-        for t in (selected.layers[index].keys, selected.layers[index].values)
-    )
-
-
-@pytest.mark.usefixtures("every_step_speculates")
-def test_memory_is_the_share_and_the_floor_and_the_tail(plain_run, monkeypatch):
-    """Through `generate`: at most `ratio` of the cache, the floor, and as many entries as one phase adds."""
-    lengths, ratio = (200, 37, 120), 0.1
-    run = plain_run("llama", lengths, max_new_tokens=8, eos_token_id=1)
-    draft = run.draft("specattn", num_assistant_tokens=3, sparse_ratio=ratio, sparse_min_tokens=16)
-    made, sizes = [], []
-
-    def measure(selected, *args):
-        if any(layer.is_initialized for layer in selected.layers):
-            sizes.append((nbytes(selected), selected.cache.lengths.host))
-
-    before(monkeypatch, SelectedCache, "__init__", lambda selected, *_, **__: made.append(selected))
-    before(monkeypatch, SelectedCache, "begin", measure)
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    assert len(made) == 1 and len(sizes) >= 2
-    config = run.model.config
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * len(lengths)
-    tail_and_room = 4 + 3  # root and drafts of the last phase, drafts of this one
-    for size, stored in sizes:
-        entries = max(16, math.ceil(ratio * max(stored))) + tail_and_room
-        assert size <= per_token * (entries + max(64, entries // 8))  # so much of a buffer may be free
-    for layer in made[0].layers:  # a view would keep what is larger alive
-        for copied in (layer.keys, layer.values):
-            assert copied.untyped_storage().nbytes() == copied.numel() * copied.element_size()

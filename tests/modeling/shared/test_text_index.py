@@ -32,17 +32,6 @@ def test_occurrences_match_a_search(unindexed, indexed, longest, capacity, limit
         assert index.occurrences(length, limit) == found[:limit]
 
 
-@given(TEXTS.filter(len), st.data())
-def test_a_copy_past_the_end_of_the_text_repeats(text, data):
-    index = TextIndex(1, 64)
-    index.extend(text)
-    position, count = data.draw(st.integers(0, len(text) - 1)), data.draw(st.integers(0, 30))
-    expected = text[position:]
-    while len(expected) < count:
-        expected = expected + text[position:]
-    assert index.after(position, count) == tuple(expected[:count])
-
-
 def ranked(text, longest, length):
     """Return every continuation, sorted by key length, count and last place."""
     best = {}
@@ -63,13 +52,6 @@ def ranked(text, longest, length):
 def test_longest_key_then_count_then_recency(text, longest, length):
     """In texts this short all occurrences of a key are counted."""
     assert index_of(text, longest).pool(length, count=1000) == ranked(text, longest, length)
-
-
-def test_only_recent_occurrences_are_counted():
-    """A continuation that was frequent long ago is dropped."""
-    old, new = [5, 1] * 100, [5, 2] * MAX_OCCURRENCES
-    assert index_of([*old, 9, *new, 5], longest=1).pool(1, count=9) == [(2,)]
-    assert index_of([*old, 9, *new[2:], 5], longest=1).pool(1, count=9) == [(2,), (1,)]
 
 
 def suffix_lengths(text):
@@ -93,14 +75,6 @@ def test_the_best_path_follows_the_longest_suffix(text, longest, length):
         assert paths == []
     else:
         assert paths[0] == tuple((text[best:] * length)[:length])
-
-
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=MAX_SUFFIX), st.integers(1, 5))
-def test_the_other_paths_follow_shorter_suffixes(text, length):
-    lengths = {place: found for place, found in suffix_lengths(text).items() if found}
-    order = sorted(lengths, key=lambda place: (lengths[place], place), reverse=True)
-    expected = list(dict.fromkeys(tuple((text[place:] * length)[:length]) for place in order))
-    assert index_of(text, longest=1).lookup(length) == expected
 
 
 def test_the_time_of_a_query_is_bounded():

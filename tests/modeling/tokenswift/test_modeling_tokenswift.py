@@ -43,10 +43,3 @@ def test_the_heads_are_the_restated_ones(make_draft, hidden, num_heads, kind, le
     sizes = num_heads, draft.config.rms_norm_eps, draft.config.chained
     expected = restated_heads(draft.state_dict(), "heads.layers.", hidden, *sizes, embedded)
     torch.testing.assert_close(found.double(), expected, **rounding(expected, layers=num_heads))
-
-
-def test_embeddings_belong_to_sequential_heads_alone(make_draft, hidden):
-    with pytest.raises(ValueError, match=r"sequential=True, but embedded is missing"):
-        make_draft(sequential=True)(hidden)
-    with pytest.raises(ValueError, match=r"sequential=False, but embedded is passed"):
-        make_draft()(hidden, hidden)

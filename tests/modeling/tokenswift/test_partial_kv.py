@@ -1,11 +1,8 @@
 """The partial cache against one list of positions per row, layer and head; what it copies; when it is built."""
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hf_longspec.modeling.tokenswift.generation_tokenswift import PartialKVPolicy, TokenSwiftDrafter
+from hf_longspec.modeling.tokenswift.generation_tokenswift import TokenSwiftDrafter
 from tests.attention_backends import reference  # noqa: F401 - registers its name
 from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_partial_kv import Attended, Slots
@@ -17,33 +14,6 @@ NEVER = 999  # no token of the tiny targets
 BUDGET, RECENT = 21, 5
 SMALL = {"self_draft": "partial_kv", "partial_kv_budget": BUDGET, "partial_kv_recent": RECENT}
 REACH = 5  # levels of the default tree, and the token after them
-
-
-@given(
-    built=st.integers(0, 60),
-    more=st.integers(0, 60),
-    budget=st.integers(6, 40),
-    recent=st.integers(0, 12),
-    seed=st.integers(0, 10**6),
-)
-def test_slots_of_the_policy_are_those_of_a_list(built, more, budget, recent, seed):
-    recent = min(recent, budget - 4)
-    policy = PartialKVPolicy(budget, recent)
-    scores = torch.randn(2, built, generator=torch.Generator().manual_seed(seed))
-    chosen = policy.select(scores)
-    assert chosen.shape == (2, policy.size(built))
-    for head in range(2):
-        slots = Slots(scores[head].tolist(), budget, recent)
-        assert chosen[head].tolist() == slots.positions
-        assert policy.room(built) == slots.room
-        held = chosen[head].tolist() + [None] * (budget - policy.size(built))
-        for length in range(built + 1, built + 1 + min(more, policy.room(built))):
-            assert not policy.is_due(built, length)
-            held[policy.slot(built, length - 1)] = length - 1
-            slots.add(length - 1)
-            assert held[: policy.used(built, length)] == slots.positions
-            assert {*range(min(4, length)), *range(max(0, length - recent), length)} <= set(slots.positions)
-        assert policy.is_due(built, built + policy.room(built) + 1)
 
 
 @pytest.fixture
