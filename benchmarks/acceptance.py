@@ -8,6 +8,7 @@ Nothing is timed, so other programs may run at the same time. benchmarks/suites/
     python -m benchmarks.acceptance --settings draft_weights --output draft-weights.jsonl
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from benchmarks.decoder import MODES, Decoder, Decoding, Method, PrefilledPrompt
 from benchmarks.report import mean_interval
 from hf_longspec.cli.files import Record
 from hf_longspec.cli.measuring import significant
+from hf_longspec.modeling.shared.draft_weights import GROUP, rounded_groups, rounded_layers
 
 # Name of a draft, or `None` for SpecAttn; context; how tokens are chosen; settings of the draft on top of its own.
 Planned = tuple[str | None, int, Decoding, dict[str, Any]]
@@ -55,6 +57,19 @@ def place_of(name: str | None, length: int, decoding: Decoding, options: Mapping
     return {"mode": ", ".join([mode, *changes]), "options": options, "length": length}
 
 
+def rounded_draft(model: PreTrainedModel, bits: int) -> Any:
+    """Return SpecAttn with drafting steps in a number of bits that torch has no kernel for.
+
+    The linear layers but the head have multiples of the scale of 64 weights, their absolute maximum, as in "int4".
+    Products are computed in the dtype of the model, so this shows tau and no speed.
+    """
+    rounded = copy.deepcopy(model)
+    for _, layer in rounded_layers(rounded, bits=4):
+        multiples, scales = rounded_groups(layer.weight.data, bits, GROUP)
+        layer.weight.data = (multiples * scales).view_as(layer.weight).to(model.dtype)
+    return hf_longspec.SpecAttnDraftModel.from_target(model, draft_weights=rounded)
+
+
 def measure(
     results: harness.Run,
     planned: Sequence[Planned],
@@ -77,6 +92,8 @@ def measure(
     firsts: dict[tuple[str, str, int], list[float]] = {}
     for name, length, decoding, options in planned:
         draft, place = drafts[name], place_of(name, length, decoding, options)
+        if isinstance(bits := options.get("draft_weights"), int):
+            draft, options = rounded_draft(model, bits), {**options, "draft_weights": None}
         method = Method("", draft, tuple(options.items()))
         # drafts of one kind are compared setting by setting, and the settings of SpecAttn with its first
         group = "" if name is None or not options else f"{method.how.config.model_type} {options}"

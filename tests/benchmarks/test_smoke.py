@@ -60,7 +60,7 @@ def test_acceptance_compares_drafts_setting_by_setting_within_one_limit(target, 
 def test_every_setting_of_the_acceptance_suite_is_one_of_its_draft():
     suite = read_yaml("suites/acceptance.yaml")
     kinds = {kind: draft.model for kind, draft in DRAFTS.items() if kind in suite}
-    kinds |= {"draft_weights": kinds["specattn"], "vocabulary": kinds["longspec"]}
+    kinds |= dict.fromkeys(("draft_weights", "few_bits"), kinds["specattn"]) | {"vocabulary": kinds["longspec"]}
     assert set(kinds) == set(suite)
     for name, length, _, options in plan({kind: kind for kind in kinds}, [10, 20, 30]):
         assert length in (10, 20, 30) and set(options) <= set(kinds[name].settings)

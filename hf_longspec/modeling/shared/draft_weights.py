@@ -116,7 +116,7 @@ def why_not_rounded(target: PreTrainedModel, weights: str) -> str | None:
     if not layers:
         return (
             f"{rule}: no linear layer of {type(target).__name__} has a size that the kernels take. Set "
-            "draft_weights=None."
+            "draft_weights=None, or pass a copy of the target that transformers has loaded in fewer bits."
         )
     if devices := {layer.weight.device.type for layer in layers} - {"cpu", "cuda"}:
         return f"{rule}: weights on {', '.join(sorted(devices))} cannot be rounded. Set draft_weights=None."

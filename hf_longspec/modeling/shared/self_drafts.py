@@ -1,13 +1,15 @@
 """The target as its own draft: it drafts chains by itself on a part of its cache, or with cheaper weights."""
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ...generation.draft_tree import DraftTree
 from ...generation.drafter import Binding, Drafter, drafted_tokens, noise_of_chain
@@ -18,6 +20,8 @@ from ..settings import ACCEPTANCE, Setting
 from .draft_weights import BITS, LowBitLinear, rounded_copy, state_of_weights, why_not_rounded
 from .sparse_caches import budget
 
+logger = logging.get_logger(__name__)
+
 # Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
 # small part of the bandwidth of matrix products, and weights may come from a cache of the processor.
 KV_FACTOR = 16
@@ -26,7 +30,7 @@ KV_FACTOR = 16
 class SelfDraftModel(DraftModel):
     """Draft chains with the target model itself on a part of its cache, without weights.
 
-    With `draft_weights`, drafting steps run with cheaper weights: those of a copy of the target.
+    Drafting steps may run with cheaper weights: those of a copy of the target, see `from_target`.
     """
 
     weightless: ClassVar[bool] = True
@@ -46,12 +50,39 @@ class SelfDraftModel(DraftModel):
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        # A copy, in a tuple as a module would become a part of the draft, after the state of the target that it was
-        # made of.
+        # Both in tuples, as a module would become a part of the draft: a copy that the user has passed, and one that
+        # was made, after the state of the target that it was made of.
+        self._given: tuple[PreTrainedModel] | None = None
         self._made: tuple[Any, PreTrainedModel] | None = None
+
+    @classmethod
+    def from_target(
+        cls, target: PreTrainedModel, draft_weights: PreTrainedModel | str | None = None, **overrides: Any
+    ) -> Self:
+        """Return a draft for `target`.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+            draft_weights (`PreTrainedModel` or `str`, *optional*): The model that runs the drafting steps, on the
+                target's cache: the checkpoint of the target with cheaper weights, such as one that transformers has
+                loaded with a `quantization_config`. It is not saved with the draft. With `"int8"` or `"int4"` a copy
+                is made in the first call, which takes a half or a quarter of the memory of weights in bfloat16.
+            overrides (`Any`): Settings by name.
+
+        Raises:
+            ValueError: If the target is not supported, a setting is unknown or the copy has other shapes.
+        """
+        if not isinstance(draft_weights, PreTrainedModel):
+            return super().from_target(target, draft_weights=draft_weights, **overrides)
+        draft = super().from_target(target, **overrides)
+        draft._given = (draft_weights,)
+        draft.check(TargetView(target))
+        return draft
 
     def weights_for(self, target: PreTrainedModel) -> PreTrainedModel | None:
         """Return the model that runs the drafting steps; `None` if it is the target."""
+        if self._given is not None:
+            return self._given[0]
         weights = self.setting("draft_weights")
         if weights is None:
             self._made = None
@@ -62,13 +93,32 @@ class SelfDraftModel(DraftModel):
             self._made = state, rounded_copy(target, weights)
         return self._made[1]
 
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Write the settings. A copy of the target that was passed as `draft_weights` is not saved."""
+        if self._given is not None:
+            logger.warning("draft_weights is a model and not saved: pass it to from_target again.")
+        super().save_pretrained(save_directory, **kwargs)
+
     def check_settings(self, target: TargetView) -> None:
         refuse_masked(target, type(self).__name__)
         weights = self.setting("draft_weights")
-        if target.ranks is not None and weights:
+        if target.ranks is not None and (weights or self._given):
             raise ValueError("draft_weights is not supported under tensor parallelism. Set draft_weights=None.")
-        if weights is not None and self._made is None and (reason := why_not_rounded(target.model, weights)):
+        if self._given is not None:
+            self._check_copy(target, *self._given)
+        elif weights is not None and self._made is None and (reason := why_not_rounded(target.model, weights)):
             raise ValueError(reason)
+
+    def _check_copy(self, target: TargetView, copied: PreTrainedModel) -> None:
+        expected, found = self.config.describe(target.model), self.config.describe(copied)
+        for name, value in expected.items():
+            if found[name] != value:
+                raise ValueError(
+                    f"draft_weights has {name}={found[name]}, and the target has {name}={value}. Pass the checkpoint "
+                    "of the target with other weights."
+                )
+        if reasons := TargetView(copied).why_not():
+            raise ValueError(f"draft_weights={type(copied).__name__} cannot draft: {'; '.join(reasons)}.")
 
 
 class SelfDrafter(Drafter):

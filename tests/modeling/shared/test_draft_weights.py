@@ -1,6 +1,7 @@
 """Drafting steps with a copy of the target in fewer bits: its weights, who runs what, and the text."""
 
 import copy
+import logging
 import threading
 from contextlib import nullcontext
 
@@ -125,6 +126,15 @@ def test_the_copy_runs_the_drafting_steps_and_the_target_the_rest(target):
     assert calls["copy"] == 3 * verifications and 0 < calls["target"] <= verifications + 3
 
 
+def test_a_copy_that_is_given_drafts_and_is_not_saved(target, tmp_path, caplog):
+    given = copy.deepcopy(target)
+    draft = SpecAttnDraftModel.from_target(target, draft_weights=given, **FREE)
+    assert draft.weights_for(target) is given and not list(draft.parameters())
+    with caplog.at_level(logging.WARNING):
+        draft.save_pretrained(tmp_path)
+    assert SpecAttnDraftModel.from_pretrained(tmp_path, target=target).weights_for(target) is None
+
+
 def test_another_copy_is_made_when_weights_change(target):
     model = copy.deepcopy(target)
     draft = SpecAttnDraftModel.from_target(model, draft_weights="int4")
@@ -153,13 +163,14 @@ def quantized(model):
         ("llama", SIZES, "int2", None, "draft_weights='int2': expected None or one of int8, int4"),
         ("llama", {}, "int4", None, "no linear layer of LlamaForCausalLM has a size"),
         ("llama", SIZES, "int4", quantized, "quantized already"),
+        ("llama", SIZES, lambda: tiny_target("llama", num_hidden_layers=3, **SIZES), None, "num_hidden_layers=3"),
     ],
 )
 def test_what_is_refused(kind, sizes, weights, change, message):
     model = tiny_target(kind, **sizes)
     model = model if change is None else change(model)
     with pytest.raises(ValueError, match=message):
-        SpecAttnDraftModel.from_target(model, draft_weights=weights)
+        SpecAttnDraftModel.from_target(model, draft_weights=weights() if callable(weights) else weights)
 
 
 def test_adapters_of_the_target_are_those_of_the_copy(target):
