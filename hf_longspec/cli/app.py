@@ -89,7 +89,6 @@ def generate(
         Any, text("Of --data, the rows whose number modulo n is i, for one of n processes.", **options.SHARD)
     ] = None,
     show_drafts: Annotated[bool, flag("--show-drafts", "Colour the drafted tokens.")] = False,
-    html: Annotated[Path | None, output("Write an HTML page with the drafted tokens marked.")] = None,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
 ) -> None:
@@ -97,7 +96,7 @@ def generate(
 
     The text is the same as without the draft. Statistics are printed to standard error.
 
-    With --show-drafts, accepted drafted tokens are blue and underlined. --html FILE writes the same as a web page.
+    With --show-drafts, accepted drafted tokens are blue and underlined.
 
     With --data, --batch rows are continued at once, the longest prompts first; one that ends gives its place to the
     next, and its line is appended to --output. The seed of a row is --seed plus its number.
@@ -107,7 +106,7 @@ def generate(
 
     - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --max-new-tokens 512
     - hf-longspec generate --prompt "The lighthouse" --target Qwen/Qwen3-0.6B --draft ngram --show-drafts
-    - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --draft org/draft --html notes.html
+    - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --draft org/draft
     - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 --json
     - hf-longspec generate --prompt "A cat as JSON: " --target Qwen/Qwen3-0.6B --json-schema cat.json
     - hf-longspec generate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output texts.jsonl --batch 16
@@ -151,45 +150,6 @@ def audit(
     - hf-longspec audit --prompt "The lighthouse" --target Qwen/Qwen3-0.6B --samples 512 --json
 
     Exit status: 0 for exact, or with near-ties only; 1 for not lossless; 2 for what cannot be run; 130 after Ctrl-C.
-    """
-
-
-@command
-def tune(
-    target: options.Target,
-    file: Annotated[Path | None, typer.Argument(help="Sample text of your use; - for standard input.")] = None,
-    prompt: options.Prompt = None,
-    draft: Annotated[str, options.named("Hub id or folder of a draft, or specattn.")] = "specattn",
-    output: Annotated[Path | None, output("New folder for the tuned draft.", options.require_writable_folder)] = None,
-    overwrite: options.Overwrite = False,
-    dry_run: Annotated[bool, flag("--dry-run", "Measure, but do not change the draft.")] = False,
-    context: Annotated[int, number(32, "Tokens per prompt.")] = 4096,
-    prompts: Annotated[int, number(1, "Number of prompts, spread over the text.")] = 2,
-    batch: Annotated[int, number(1, "Prompts per batch.", most=options.MOST_ROWS)] = 1,
-    max_new_tokens: Annotated[int, number(4, "Tokens per prompt and run.")] = 64,
-    repeats: Annotated[int, number(1, "Runs per candidate; the median counts.")] = 3,
-    sample: Annotated[bool, flag("--sample", "Sample at temperature 1 instead of greedy decoding.")] = False,
-    setting: options.Setting = None,
-    dtype: options.Dtype = options.DtypeName.auto,
-    device: options.Device = None,
-    as_json: options.Json = False,
-) -> None:
-    """Find the fastest settings of a draft for your text and machine, and save them in the draft.
-
-    SpecAttn: sparse_ratio and num_assistant_tokens, in the three steps of SpecAttn's paper. LongSpec: the
-    widths of its tree. TokenSwift: the branching of its tree. EAGLE-3: rope_theta and target_layer_ids, which
-    checkpoints may declare wrongly, then the widths of its tree. Prompts are taken from the text and prefilled once.
-
-    The present settings are kept unless others are faster by more than noise. A draft in a local folder gets a new
-    generation_config.json, written atomically; other drafts are saved to --output.
-
-    Examples:
-
-    - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --dry-run
-    - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --context 16384 --output tuned
-    - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --draft ./draft
-
-    Exit status: 0, also if the present settings are kept; 2 for what cannot be run; 130 after Ctrl-C.
     """
 
 

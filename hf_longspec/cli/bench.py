@@ -235,6 +235,41 @@ def show(rows: Sequence[Record]) -> None:
         )
     Console(highlight=False).print(table)
     models.say(NOTE)
+    models.say(advice(rows))
+
+
+def advice(rows: Sequence[Record]) -> str:
+    """The draft to use after each length, as a sentence.
+
+    A draft pays if it is faster than the faster baseline in every turn. Two drafts whose ranges overlap are not told
+    apart.
+    """
+    lengths: dict[str, list[str]] = {}
+    for context in dict.fromkeys(row["context"] for row in rows):
+        choice = _choice([row for row in rows if row["context"] == context])
+        lengths.setdefault(choice, []).append(f"{context:,}")
+    parts = [f"after {' and '.join(contexts)} tokens {choice}" for choice, contexts in lengths.items()]
+    sentence = "; ".join(parts)
+    return f"{sentence[:1].upper()}{sentence[1:]}."
+
+
+def _choice(rows: Sequence[Record]) -> str:
+    gains: dict[str, Record] = {}
+    for row in rows:
+        ratios = [row[name] for name in ("ratio_to_generate", "ratio_to_no_draft") if row.get(name)]
+        if ratios and row["method"] not in (HF, PLAIN):
+            gains[row["method"]] = min(ratios, key=lambda ratio: ratio["median"])
+    if not gains:
+        return "no draft has a speed"
+    best = max(gains, key=lambda name: gains[name]["median"])
+    if gains[best]["count"] < 2:
+        return "one turn shows no clear difference"
+    if gains[best]["high"] <= 1:
+        return "no draft pays"
+    close = [name for name, gain in gains.items() if gain["high"] >= gains[best]["low"]]
+    if gains[best]["low"] <= 1:
+        close.append("no draft")
+    return f"use {best}" if close == [best] else f"there is no clear difference between {' and '.join(close)}"
 
 
 def _shown(ratio: Record | None) -> str:

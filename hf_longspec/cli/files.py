@@ -16,23 +16,19 @@ Record = dict[str, Any]
 MOST_NAMES = 12  # in a message
 
 
-def replace_file(path: Path, content: str | bytes, through_links: bool = True) -> None:
+def replace_file(path: Path, content: str) -> None:
     """Write a file beside its place and move it there, so that a reader finds the whole old file or the whole new one.
 
     The new file has the permissions of the old one. Missing folders are made. A link stays and the file that it points
-    to is replaced, unless `through_links` is false. A device or a pipe is written to.
+    to is replaced.
     """
-    content = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():
-        path.write_bytes(content)
-        return
-    place = path.resolve() if through_links else path
+    place = path.resolve()
     place.parent.mkdir(parents=True, exist_ok=True)
     # a folder of its own: its name is new, and the file gets the usual permissions
     with TemporaryDirectory(prefix=".hf-longspec-", dir=place.parent) as folder:
         new = Path(folder) / "new"
         with new.open("wb") as file:
-            file.write(content)
+            file.write(content.encode())
             file.flush()
             os.fsync(file.fileno())
         if place.exists():

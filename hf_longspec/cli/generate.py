@@ -2,14 +2,12 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from jinja2 import Environment
 from rich.console import Console
 from rich.text import Text
 from transformers import set_seed
@@ -20,15 +18,12 @@ from ..cli import CommandError, options
 from ..generation.sequences import SpeculationStats
 from ..generation.special_cases.gate import PLAIN, message_of
 from ..streaming import FileStreamer, IncrementalDecoder
-from .files import claim, replace_file
 from .measuring import TokenClock
 from .models import LoadedModels, PromptProgress, load_models, say
 from .rows import continue_rows
 
-MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps
 # Colour and underline, because some readers and some terminals do not see the colour.
 DRAFTED_STYLE = "underline bright_blue"
-TAIL_CHARACTERS = 300  # of the prompt, shown on a page
 
 
 def run(args: SimpleNamespace) -> int:
@@ -39,7 +34,6 @@ def run(args: SimpleNamespace) -> int:
     structure = structure_of(args)
     if args.data is not None:
         return continue_rows(args, how, structure)
-    claim([args.html] if args.html is not None else [], [args.file], overwrite=args.overwrite)
     name, text = options.read_text(args.file, args.prompt)
     with load_models(args) as loaded:
         if args.chat and not getattr(loaded.tokenizer, "chat_template", None):
@@ -54,7 +48,7 @@ def run(args: SimpleNamespace) -> int:
             with Console(stderr=True).status("Trying drafts"):
                 loaded.draft.choose(loaded.model, ids, **how)
         set_seed(seed)
-        steps: list[VerifiedText] | None = [] if args.show_drafts or args.html is not None else None
+        steps: list[VerifiedText] | None = [] if args.show_drafts else None
         rows, stats = decode(loaded, ids, steps, args, max_new_tokens=args.max_new_tokens, **how)
         texts = [loaded.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in rows]
         if args.as_json:
@@ -74,13 +68,11 @@ def run(args: SimpleNamespace) -> int:
             print("" if args.samples == 1 else "\n\n".join(texts))
             if args.show_drafts:
                 coloured = Text.assemble(("Drafted and accepted", DRAFTED_STYLE), "; plain: the model's own.")
-                piped = "Drafted tokens are coloured only in a terminal; --html FILE writes them to a page."
+                piped = "Drafted tokens are coloured only in a terminal; --json has them as text."
                 Console(stderr=True, soft_wrap=True).print(coloured if Console().is_terminal else piped)
             say(str(stats), stderr=True)
             if stats.gate_decisions and stats.gate_decisions[-1].choice == PLAIN:
                 say(message_of(stats.gate_decisions[-1], stats.method), stderr=True)
-        if args.html is not None:
-            replace_file(args.html, page_of(loaded, text, steps or [], stats))
     return options.INTERRUPTED if stats.interrupted else 0
 
 
@@ -88,15 +80,15 @@ def refuse_contradictions(args: SimpleNamespace) -> None:
     """Refuse options that need or exclude others."""
     if not args.temperature and (args.top_p, args.top_k, args.samples) != (1.0, 0, 1):
         raise CommandError("--top-p, --top-k and --samples need sampling. Pass a --temperature above 0, such as 1.")
-    if args.samples > 1 and (args.show_drafts or args.html is not None):
-        raise CommandError("--samples cannot be combined with --show-drafts or --html. Drop one of them.")
+    if args.samples > 1 and args.show_drafts:
+        raise CommandError("--samples cannot be combined with --show-drafts. Drop one of them.")
     if args.data is None and (args.output is not None or args.resume or args.column is not None or args.shard):
         raise CommandError("--output, --resume, --column and --shard are for --data. Pass --data, or drop them.")
     if args.data is not None and args.output is None:
         raise CommandError("--data needs --output FILE.jsonl for the texts.")
-    of_one_text = args.file, args.prompt, args.as_json, args.show_drafts, args.html, args.samples > 1
+    of_one_text = args.file, args.prompt, args.as_json, args.show_drafts, args.samples > 1
     if args.data is not None and any(of_one_text):
-        raise CommandError("--data cannot be combined with a text, --samples, --json, --show-drafts or --html.")
+        raise CommandError("--data cannot be combined with a text, --samples, --json or --show-drafts.")
 
 
 def structure_of(args: SimpleNamespace) -> dict[str, Any]:
@@ -162,18 +154,6 @@ class DraftedTextStreamer(BaseStreamer):
             self._report(VerifiedText("".join(pieces[:-1]), pieces[-1], count - 1, proposed))
 
 
-def html_page(title: str, prompt: str, steps: Sequence[VerifiedText], facts: dict[str, str]) -> str:
-    """The text as a page that needs no other file."""
-    verified = [(step.num_drafted, step.num_accepted) for step in steps if step.num_drafted]
-    size = -(-len(verified) // MAX_BARS)
-    groups = [verified[start : start + size] for start in range(0, len(verified), max(size, 1))]
-    bars = [[sum(counts) / len(group) for counts in zip(*group, strict=True)] for group in groups]
-    shown: dict[str, Any] = {"title": title, "prompt": prompt, "steps": steps, "facts": facts, "size": size}
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    tallest = max((drafted for drafted, _ in bars), default=1)
-    return Environment(autoescape=True).from_string(template).render(bars=bars, tallest=tallest, **shown)
-
-
 def decode(
     loaded: LoadedModels, ids: torch.Tensor, steps: list[VerifiedText] | None, args: SimpleNamespace, **how: Any
 ) -> tuple[list[list[int]], SpeculationStats]:
@@ -214,22 +194,3 @@ def decode(
             if text is not None:
                 text.end()
     return sequences[:, ids.shape[1] :].tolist(), draft.last_speculation
-
-
-def page_of(loaded: LoadedModels, text: str, steps: Sequence[VerifiedText], stats: SpeculationStats) -> str:
-    """The text as an HTML page, with the statistics."""
-    # for a folder its last part, because other people may read the page
-    names = (loaded.target, loaded.draft_name)
-    target, draft = (Path(name).resolve().name if Path(name).is_dir() else name for name in names)
-    facts = {
-        "target": target,
-        "draft": draft,
-        "tokens per verification": f"{stats.mean_acceptance_length:.2f}",
-        "verifications": str(stats.num_spec_steps),
-        "drafted tokens accepted": f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} "
-        f"({stats.draft_acceptance_rate:.0%})",
-        "tokens per second": f"{stats.tokens_per_second:.1f}",
-        "type": loaded.dtype,
-    }
-    tail = ("… " if len(text) > TAIL_CHARACTERS else "") + text[-TAIL_CHARACTERS:]
-    return html_page(f"{target} with {draft}", tail, steps, facts)

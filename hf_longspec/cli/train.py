@@ -116,8 +116,8 @@ def train(recipe: Recipe, resume: bool) -> int:
     if trainer.is_world_process_zero():
         write_facts(recipe, Path(str(args.output_dir)), trainer.state)
         print(f"Saved in {args.output_dir} after {trainer.state.global_step} steps.")
-        print("To find the fastest settings of the draft on this machine:")
-        print(f"  hf-longspec tune TEXT --target {recipe.target} --draft {args.output_dir}")
+        print("To measure the draft on this machine:")
+        print(f"  hf-longspec bench --target {recipe.target} --draft {args.output_dir} --data TEXT")
     return 0
 
 

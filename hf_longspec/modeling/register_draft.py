@@ -27,8 +27,6 @@ class RegisteredDraft:
     model: type[DraftModel]
     training: str | None = None  # a [`TrainingMethod`]
     convert: str | None = None  # a [`Converter`] of the checkpoints that the authors of the method published
-    # a function `(draft, target, context, measure) -> settings`, which chooses settings for `hf-longspec tune`
-    tune: str | None = None
     card: str | None = None  # template of the model card as `"package:file.md"`, needed to publish the draft
     # a function of the contents of a config.json: whether `from_pretrained(path, target=)` of the draft reads this
     # checkpoint of another project. A class with `reads_published` does it by `convert`
@@ -42,7 +40,7 @@ class RegisteredDraft:
         return self.config.short_name(), *self.aliases, *self.presets
 
     def load(self, role: str) -> Any:
-        """Import the object that the registration names as `"training"`, `"convert"`, `"tune"` or `"reads"`."""
+        """Import the object that the registration names as `"training"`, `"convert"` or `"reads"`."""
         return resolve_name(getattr(self, role))
 
     def card_template(self) -> str:
@@ -74,7 +72,7 @@ def register_draft(config: type[DraftConfig], model: type[DraftModel], **parts: 
             f"{model.__name__}.config_class is {model.config_class.__name__}, but {config.__name__} was passed: pass "
             "two classes that belong together."
         )
-    for role in ("training", "convert", "tune", "card", "reads"):
+    for role in ("training", "convert", "card", "reads"):
         if (name := getattr(draft, role)) is not None and not all(name.partition(":")):
             raise ValueError(f"{role}={name!r}: expected 'module:attribute', or 'package:file.md' for a card.")
     if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind].__module__.startswith("transformers."):

@@ -16,13 +16,12 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from transformers import PreTrainedModel
 
 from hf_longspec import LongSpecDraftModel, __version__
-from hf_longspec.cli import app, audit, generate, options, tune
+from hf_longspec.cli import app, audit, generate, options
 from hf_longspec.modeling.register_draft import weightless_drafts
 from tests.tiny_targets import tiny_target
 
-MODULES = {"generate": generate, "audit": audit, "tune": tune}
+MODULES = {"generate": generate, "audit": audit}
 SMALL = {"generate": ["--max-new-tokens", 4], "audit": ["--max-new-tokens", 4]}
-SMALL |= {"tune": ["--context", 32, "--max-new-tokens", 4, "--repeats", 1, "--dry-run"]}
 
 
 @pytest.fixture
@@ -92,7 +91,7 @@ ERRORS = [
     ("audit --batch 0", "Invalid value for '--batch': "),
     ("generate TARGET --prompt x --top-p 0", "'--top-p': 0.0 is not above 0."),
     ("train --config x --learning-rate nan", "Invalid value for '--learning-rate': "),
-    ("tune --dtype int3", "'int3' is not one of 'auto', 'float32', 'bfloat16', 'float16'."),
+    ("audit --dtype int3", "'int3' is not one of 'auto', 'float32', 'bfloat16', 'float16'."),
     ("generate --target= --prompt x", "'--target': the name is empty. Pass a Hub id, a file or a folder."),
     ("generate TARGET --data data.jsonl --output o.jsonl --shard 2/2", "2/2: expected i/n with i from 0 to n - 1"),
     # files to read and to write
@@ -100,9 +99,9 @@ ERRORS = [
     ("generate TARGET empty", "empty is empty. Pass a text."),
     ("audit TARGET binary", "binary is not UTF-8 text. Convert it"),
     ("demo TARGET --file none.txt", "cannot read none.txt"),
-    ("generate TARGET notes.txt --html .", "'--html': . is a folder."),
-    ("generate TARGET notes.txt --html notes.txt/page.html", "notes.txt is a file."),
-    ("generate TARGET notes.txt --html locked/page.html", "locked cannot be written to: Permission denied."),
+    ("bench TARGET --output folder.jsonl", "'--output': folder.jsonl is a folder."),
+    ("bench TARGET --output notes.txt/page.jsonl", "notes.txt is a file."),
+    ("bench TARGET --output locked/page.jsonl", "locked cannot be written to: Permission denied."),
     ("publish DRAFT --dry-run --output locked/out", "locked cannot be written to"),
     ("generate TARGET --data missing.jsonl --output o.jsonl", "the file 'missing.jsonl' does not exist. Check the"),
     ("generate TARGET --data full/books --output o.jsonl", "the folder 'full' has no 'books'. Check the path"),
@@ -157,11 +156,7 @@ ERRORS = [
     ("publish DRAFT", "no repository to upload to. Pass --repo, or --dry-run."),
     ("publish DRAFT --repo a/b --output out", "--output out needs --dry-run"),
     ("publish DRAFT --dry-run --acceptance none.md", "cannot read none.md: No such file"),
-    # bench and tune
-    ("tune TARGET notes.txt --draft auto --dry-run", "--draft auto chooses a draft for a text, and tune measures"),
-    ("tune TARGET notes.txt --draft ngram --dry-run", "ngram drafts have nothing to tune. Pass one of dflash or "),
-    ("tune TARGET notes.txt --output full", "full/of exists. Pass --overwrite"),
-    ("tune TARGET notes.txt --draft locked", "locked cannot be written to"),
+    # bench
     ("bench TARGET --output bench.txt", "bench.txt does not end with .jsonl"),
     ("bench TARGET --data notes.txt --context 0", "--context '0'"),
     ("bench TARGET --data notes.txt --draft ngram --draft ngram --context 64", "two drafts have the name 'ngram'"),
@@ -172,7 +167,7 @@ ERRORS = [
 def folder(tiny, tmp_path_factory):
     """Files and folders that the commands name."""
     folder = tmp_path_factory.mktemp("folder")
-    for name in ("locked", "full/of", "eagle", "t5"):
+    for name in ("locked", "full/of", "eagle", "t5", "folder.jsonl"):
         (folder / name).mkdir(parents=True)
     configs = {"locked": {}, "t5": {"model_type": "t5"}}
     configs["eagle"] = {"model_type": "llama", "vocab_size": 12, "draft_vocab_size": 12}
@@ -228,7 +223,7 @@ def test_the_hub_is_asked_once_for_what_is_not_cached(hub):
 
 def test_files_that_are_damaged(fails, copy_of):
     draft, target = copy_of("longspec", 0.5), copy_of("target", 0.5)
-    line = fails("tune", "--draft", draft)  # our own error has its remedy
+    line = fails("audit", "--draft", draft)  # our own error has its remedy
     assert "cannot load the draft '" in line and line.endswith(" Download or save the draft again.")
     line = fails("audit", target=target)
     assert "cannot load the model of" in line and line.endswith(" Check its files.")
@@ -251,7 +246,7 @@ def test_another_model_type_does_not_run_on_random_weights(fails, copy_of, other
         ("generate", torch.OutOfMemoryError("CUDA"), 2, "error: out of memory"),
         ("audit", KeyboardInterrupt(), 130, "\nInterrupted.\n"),
         (
-            "tune",
+            "generate",
             ValueError("no backend supports this:\n  a: no GPU\n  b: no package\nTake another.\nDetails."),
             2,
             "error: no backend supports this: a: no GPU; b: no package; Take another. (--debug shows the rest)",
@@ -339,7 +334,7 @@ def test_the_script_registers_the_drafts_before_a_command_runs(script, tiny):
 
 
 def test_the_help_names_the_drafts_that_a_command_takes():
-    """`auto` chooses a draft; its settings cannot be tuned."""
+    """`auto` chooses a draft; `bench` compares drafts."""
     assert options.BY_NAME == ", ".join(weightless_drafts())
     helped = {name: {one.name: one.help for one in command.params} for name, command in COMMANDS.items()}
-    assert "auto" in helped["generate"]["draft"] and "auto" not in helped["tune"]["draft"]
+    assert "auto" in helped["generate"]["draft"] and "auto" not in helped["bench"]["draft"]

@@ -1,6 +1,5 @@
-"""`generate`: its text against plain `generate`, which tokens it calls drafted against a recount, its page as HTML."""
+"""`generate`: its text against plain `generate`, and which tokens it calls drafted against a recount."""
 
-import html
 import json
 import re
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from hf_longspec import NgramDraftModel, StructuredOutput
-from hf_longspec.cli.generate import MAX_BARS, DraftedTextStreamer, VerifiedText, html_page
+from hf_longspec.cli.generate import DraftedTextStreamer
 from hf_longspec.cli.measuring import TokenClock
 from hf_longspec.modeling.shared.ngrams import NgramDrafter
 from tests.cli.conftest import run_command
@@ -37,15 +36,13 @@ def expected(target, tiny):
 
 
 @pytest.fixture(scope="module")
-def shown(tiny, tmp_path_factory):
-    """One text with LongSpec: as JSON with its steps, piped, and its page."""
+def shown(tiny):
+    """One text with LongSpec: piped, and as JSON with its steps."""
     arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", tiny.longspec, "--max-new-tokens", NEW]
     arguments += ["--set", "gate=false"]  # every step drafts
-    page = tmp_path_factory.mktemp("page") / "page.html"
-    piped = run_command(*arguments, "--show-drafts", "--html", page)
-    record = run_command(*arguments, "--show-drafts", "--json")
-    record = json.loads(record.stdout)
-    return SimpleNamespace(arguments=arguments, piped=piped, html=page.read_text(encoding="utf-8"), record=record)
+    piped = run_command(*arguments, "--show-drafts")
+    record = json.loads(run_command(*arguments, "--show-drafts", "--json").stdout)
+    return SimpleNamespace(arguments=arguments, piped=piped, record=record)
 
 
 @pytest.mark.parametrize(("draft", "way"), [("specattn", "file"), ("ngram", "prompt"), ("tokenswift", "stdin")])
@@ -147,31 +144,7 @@ def test_a_terminal_gets_drafted_tokens_underlined(command, shown, expected):
     assert re.sub(r"\x1b\[[0-9;]*m", "", result.stdout) == expected + "\n"
     assert shown.piped.stdout == expected + "\n"  # no bars and no escapes where nobody sees them
     hint, statistics = shown.piped.stderr.splitlines()
-    assert hint.endswith("--html FILE writes them to a page.") and "\x1b" not in hint + statistics
-
-
-def texts_of(page):
-    """The text on a page after the prompt, and the parts of it that are marked as drafted."""
-    text = re.search(r"<pre><span class=.prompt.>.*?</span>(.*?)</pre>", page, re.DOTALL)[1]
-    drafted = re.findall(r'<span class="d">(.*?)</span>', text, re.DOTALL)
-    return html.unescape(re.sub(r"<[^>]*>", "", text)), html.unescape("".join(drafted))
-
-
-def test_the_page_shows_the_text_and_needs_nothing_else(tiny, shown, expected):
-    steps = shown.record["steps"]
-    assert texts_of(shown.html) == (expected, "".join(step["drafted"] for step in steps))
-    assert not re.search(r"http|@import|url\(|\b(src|href|srcset|data)=", shown.html)
-    assert shown.html.count('<rect class="accepted"') == sum(step["num_drafted"] > 0 for step in steps)
-    assert str(tiny.target.parent) not in shown.html  # a page is passed on; paths are nobody's business
-
-
-def test_a_page_escapes_text_and_bounds_its_chart():
-    steps = [VerifiedText("<b>&", '"</pre>', 1, 4)] * 1001
-    content = html_page("<i>", "<script>", steps, {"a<b": "c&d"})
-    assert texts_of(content) == ('<b>&"</pre>' * 1001, "<b>&" * 1001)
-    assert "<script>" not in content and "&lt;script&gt;" in content and "<i>" not in content and "a&lt;b" in content
-    assert 0 < content.count('<rect class="drafted"') <= MAX_BARS
-    assert "No verification" in html_page("t", "p", [VerifiedText("", "x", 0, 0)], {})
+    assert hint.endswith("--json has them as text.") and "\x1b" not in hint + statistics
 
 
 def test_steps_agree_with_tokens_seen_between_drafter_and_loop(target, tiny, monkeypatch):

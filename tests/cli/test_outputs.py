@@ -10,17 +10,13 @@ from hf_longspec.cli.files import replace_file
 
 # A command, and what its line of error names. TARGET is the option with the tiny target.
 REFUSED = [
-    ("generate TARGET notes.txt --html notes.txt", ["notes.txt", "is read"]),
-    ("generate TARGET notes.txt --html link.txt --overwrite", ["link.txt", "is read"]),
-    ("generate TARGET notes.txt --html report.md", ["report.md exists", "--overwrite"]),
+    ("generate TARGET --data data.jsonl --output link.jsonl --overwrite", ["link.jsonl", "is read"]),
     ("generate TARGET --data data.jsonl --output data.jsonl", ["data.jsonl", "is read"]),
     ("generate TARGET --data data.jsonl --output one.jsonl", ["one.jsonl exists", "--resume", "--overwrite"]),
     ("generate TARGET --data data.jsonl --output one.jsonl --resume", ["one.jsonl, line 1", "--overwrite"]),
     ("generate TARGET --data data.jsonl --output new.jsonl --resume --overwrite", ["Pass one of them"]),
     ("bench TARGET --output one.jsonl", ["one.jsonl exists", "--overwrite"]),
     ("bench TARGET --data lines.jsonl --column name --output lines.jsonl --overwrite", ["lines.jsonl", "is read"]),
-    ("tune TARGET notes.txt --output full", ["full/.hidden and full/of exist", "--overwrite"]),
-    ("tune TARGET notes.txt --draft draft --output draft --overwrite", ["draft", "is read"]),
     ("train TARGET --config recipe.yaml --output-dir run", ["run/checkpoint-2 and run/model.safetensors exist"]),
     ("train TARGET --config recipe.yaml --output-dir run --draft run/checkpoint-2 --overwrite", ["is read"]),
     ("convert TARGET notes.txt --output full", ["full/.hidden and full/of exist"]),
@@ -36,13 +32,13 @@ def test_what_exists_or_is_read_is_refused_before_any_work(main, tiny, tmp_path,
     for file in ("full/of/notes.txt", "full/.hidden", "run/model.safetensors", "run/card.json"):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text("mine")
-    for file in ("notes.txt", "one.jsonl", "report.md", "run/checkpoint-2/config.json", "draft/config.json"):
+    for file in ("notes.txt", "one.jsonl", "run/checkpoint-2/config.json"):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text("not JSON\n")
     Path("data.jsonl").write_text('{"prompt": "one two"}\n')
     Path("lines.jsonl").write_text('{"name": "one"}\n{"name": "two"}\n')
     Path("recipe.yaml").write_text("{target: t, training: {learning_rate: 1e-3}, dataset: {path: none}}\n")
-    Path("link.txt").symlink_to("notes.txt")
+    Path("link.jsonl").symlink_to("data.jsonl")
     monkeypatch.setattr(models, "load_target", lambda *_: pytest.fail("too late"))
     before = contents(tmp_path)
     status, _, errors = main(*line.replace("TARGET", f"--target {tiny.target}").split())
@@ -53,16 +49,6 @@ def test_what_exists_or_is_read_is_refused_before_any_work(main, tiny, tmp_path,
 
 def contents(folder):
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
-
-
-def test_overwrite_replaces_what_a_run_writes_and_nothing_else(command, tiny, tmp_path):
-    page, other = tmp_path / "page.html", tmp_path / "page.html.new"
-    for file in (page, other):
-        file.write_text("before")
-    arguments = ["--target", tiny.target, "--draft", "ngram", "--max-new-tokens", 2, "--html", page]
-    assert command("generate", tiny.notes, *arguments, "--overwrite").exit_code == 0
-    assert page.read_text().startswith("<!DOCTYPE html>") and other.read_text() == "before"
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_file_is_replaced_at_once_and_a_link_stays(tmp_path, monkeypatch):
@@ -77,5 +63,3 @@ def test_a_file_is_replaced_at_once_and_a_link_stays(tmp_path, monkeypatch):
     assert file.read_text() == "old" and [path.name for path in file.parent.iterdir()] == ["file"]
     replace_file(link, "new")
     assert file.read_text() == "new" and link.is_symlink() and file.stat().st_mode & 0o777 == 0o640
-    replace_file(Path(os.devnull), "text")  # a device is written to
-    assert not Path(os.devnull).is_file()

@@ -88,7 +88,7 @@ def test_two_steps_of_every_recipe(family, tmp_path, monkeypatch):
         assert done.exit_code == 0, done.output
         folder = tmp_path / recipe.training["output_dir"]
         assert f"Saved in {recipe.training['output_dir']} after 2 steps." in done.output
-        assert f"hf-longspec tune TEXT --target {target} --draft {recipe.training['output_dir']}" in done.output
+        assert f"hf-longspec bench --target {target} --draft {recipe.training['output_dir']}" in done.output
         assert_as_written(recipe, folder, {"max_steps"} | {name.removeprefix("training.") for name in sizes})
         drafts.append(AutoModel.from_pretrained(folder))
         assert drafts[-1].config.model_type == {"eagle3": "longspec_eagle3"}.get(family, family)

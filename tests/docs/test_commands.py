@@ -145,7 +145,8 @@ def test_a_wrong_command_is_noticed(line, error, capsys):
         understand(line)
 
 
-@pytest.mark.parametrize("page", PAGES)
+# The changelog also names commands that were removed.
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
 def test_commands_in_the_text_name_what_exists(page):
     for words in re.findall(r"`((?:make|python|hf-longspec) [^`\n]*)`", prose_of(page)):
         program, first, *_ = [*words.split(), ""]
