@@ -18,7 +18,7 @@ try:
     import typer
 
     from . import BUILTIN, PYDANTIC, options
-    from .options import INPUT_ERROR, INTERRUPTED, flag, number, output, text
+    from .options import INPUT_ERROR, INTERRUPTED, flag, number, text
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     if missing not in ("typer", "rich"):
@@ -79,10 +79,10 @@ def generate(
     device: options.Device = None,
     seed: options.Seed = None,
     data: Annotated[
-        str | None, options.named("Continue every row of JSON lines or of a dataset of the Hub, instead of a text.")
+        str | None, text("Continue every row of JSON lines or of a dataset of the Hub, instead of a text.")
     ] = None,
-    column: Annotated[str | None, options.key("Key or column of the prompts in --data. Default: prompt.")] = None,
-    output: Annotated[Path | None, output("File for the texts of --data.", suffix=".jsonl")] = None,
+    column: Annotated[str | None, text("Key or column of the prompts in --data. Default: prompt.")] = None,
+    output: Annotated[Path | None, text("File for the texts of --data.")] = None,
     batch: Annotated[int, number(1, "Rows of --data that are continued at once.", most=options.MOST_ROWS)] = 8,
     resume: Annotated[bool, flag("--resume", "Continue the --output of an interrupted run.")] = False,
     shard: Annotated[
@@ -209,12 +209,12 @@ def bench(
     target: options.Target,
     draft: Annotated[
         list[str] | None,
-        options.named(f"Hub id or folder of a draft, or one of {options.BY_NAME}. Repeatable. Default: ngram."),
+        text(f"Hub id or folder of a draft, or one of {options.BY_NAME}. Repeatable. Default: ngram."),
     ] = None,
     data: Annotated[
-        str, options.named("Text file, folder of texts, JSON lines, or dataset of the Hub; builtin: Python's library.")
+        str, text("Text file, folder of texts, JSON lines, or dataset of the Hub; builtin: Python's library.")
     ] = BUILTIN,
-    column: Annotated[str | None, options.key("Key or column of the texts in --data. Default: text.")] = None,
+    column: Annotated[str | None, text("Key or column of the texts in --data. Default: text.")] = None,
     chat: Annotated[bool, flag("--chat", "Apply the chat template of the target to each text.")] = False,
     context: Annotated[str, text("Prompt lengths in tokens, such as 2k,8k.")] = "2k",
     batch: Annotated[int, number(1, "Prompts per call.", most=options.MOST_ROWS)] = 1,
@@ -222,7 +222,7 @@ def bench(
     repeats: Annotated[int, number(1, "Runs per method; use at least five for results to report.")] = 5,
     temperature: Annotated[float, number(0, "0 is greedy.")] = 0.0,
     dtype: options.Dtype = options.DtypeName.auto,
-    output: Annotated[Path | None, output("File for each call as a line of JSON.", suffix=".jsonl")] = None,
+    output: Annotated[Path | None, text("File for each call as a line of JSON.")] = None,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
 ) -> None:
@@ -244,25 +244,21 @@ def bench(
 @command
 def demo(
     target: Annotated[
-        str | None, options.named("Hub id or folder of the model. Default: the tiny target of the repository.")
+        str | None, text("Hub id or folder of the model. Default: the tiny target of the repository.")
     ] = None,
     draft: Annotated[
         str | None,
-        options.named(
-            "Hub id or folder of a draft. Default: n-grams and SpecAttn; the tiny target has trained ones too."
-        ),
+        text("Hub id or folder of a draft. Default: n-grams and SpecAttn; the tiny target has trained ones too."),
     ] = None,
     file: Annotated[Path | None, text("Text to continue. Default: a module of the standard library.")] = None,
-    context: Annotated[
-        int | None, number(1, f"Maximum tokens of the prompt. Default: {options.DEMO_CONTEXT}, or what fits.")
-    ] = None,
+    context: Annotated[int, number(1, "Maximum tokens of the prompt.")] = 6144,
     max_new_tokens: Annotated[int, number(2, "Tokens to generate.")] = 128,
     dtype: options.Dtype = options.DtypeName.float32,
 ) -> None:
     """Compare decoding with and without drafts on one long document.
 
     Streams the text, then prints a table of speed, acceptance, and whether each text equals that of plain generate.
-    Each method runs once, measured as in bench. A prompt that would take more than a minute is shortened.
+    Each method runs once, measured as in bench.
 
     Examples:
 
@@ -279,16 +275,12 @@ def train(
     config: Annotated[Path, text("YAML recipe, such as recipes/longspec_pretrain.yaml.")],
     data: Annotated[
         list[str] | None,
-        options.named(
-            "Text files, JSON lines, or Hub ids or folders of datasets, instead of the recipe's.", typer.Argument
-        ),
+        typer.Argument(help="Text files, JSON lines, or Hub ids or folders of datasets, instead of the recipe's."),
     ] = None,
-    column: Annotated[str | None, options.key("Key or column of the texts. Default: text.")] = None,
-    target: Annotated[str | None, options.named("Hub id or folder of the target.")] = None,
-    draft: Annotated[str | None, options.named("Hub id or folder of a draft to continue.")] = None,
-    output_dir: Annotated[
-        Path | None, output("Folder for checkpoints and the draft.", options.require_writable_folder)
-    ] = None,
+    column: Annotated[str | None, text("Key or column of the texts. Default: text.")] = None,
+    target: Annotated[str | None, text("Hub id or folder of the target.")] = None,
+    draft: Annotated[str | None, text("Hub id or folder of a draft to continue.")] = None,
+    output_dir: Annotated[Path | None, text("Folder for checkpoints and the draft.")] = None,
     max_steps: Annotated[int | None, number(1, "Optimizer steps.")] = None,
     learning_rate: Annotated[float | None, number(0, "Peak learning rate.", above=True)] = None,
     setting: Annotated[list[str] | None, flag("--set", "Any other key of the recipe, such as training.seed=1.")] = None,
@@ -312,9 +304,9 @@ def train(
 
 @command
 def convert(
-    source: Annotated[str, options.named("Hub id, folder or weight file of the authors' draft.", make=typer.Argument)],
-    output: Annotated[Path, output("New folder for the converted draft.", options.require_writable_folder)],
-    target: Annotated[str | None, options.named("Hub id, folder or config.json of its target.")] = None,
+    source: Annotated[str, typer.Argument(help="Hub id, folder or weight file of the authors' draft.")],
+    output: Annotated[Path, text("New folder for the converted draft.")],
+    target: Annotated[str | None, text("Hub id, folder or config.json of its target.")] = None,
     overwrite: options.Overwrite = False,
 ) -> None:
     """Convert a checkpoint of EAGLE-3, DFlash, Gemma 4, LongSpec or TokenSwift.

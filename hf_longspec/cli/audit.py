@@ -25,7 +25,8 @@ from ..auditing import (
 )
 from ..cli import CommandError, options
 from .measuring import TokenClock
-from .models import LoadedModels, Progress, PromptProgress, load_models, say
+from .models import LoadedModels, load_models
+from .progress import Progress, PromptProgress, say
 
 # Tokens that are drawn at least: the variance of a count is a quarter of them at most.
 FEWEST_DRAWN = 4 * MIN_EXPECTED
@@ -50,7 +51,7 @@ def run(args: SimpleNamespace) -> bool:
         sampling = None
         if args.samples:
             first = prompts[0][1]
-            with Progress(args.samples * args.sample_tokens, "Sampling", tokens=True) as progress:
+            with Progress(args.samples * args.sample_tokens, "Sampling", "tokens") as progress:
                 drawn = draw_samples(loaded, first, args, progress)
             sampling = audit_sampling(loaded.model, first, drawn, args.temperature)
     verdict = max((compared.verdict for _, compared, _ in audits), key=list(STYLES).index)
@@ -76,8 +77,8 @@ def audit_prompt(
 
             def arrived(count: int, progress: Progress = progress, task: str = task) -> None:
                 if count == 1:
-                    progress.next(task, max_new_tokens, tokens=True)
-                progress.step()
+                    progress.next(task, max_new_tokens)
+                progress.update()
 
             clock = TokenClock(on_arrival=arrived)
             texts.append(loaded.model.generate(ids, assistant_model=draft, streamer=clock, **how))
@@ -91,12 +92,11 @@ def draw_samples(loaded: LoadedModels, ids: torch.Tensor, args: SimpleNamespace,
     how = {"max_new_tokens": args.sample_tokens, "temperature": args.temperature, "top_k": 0, "top_p": 1.0}
     drawn = []
     for start in range(0, args.samples, args.batch):
-        progress.say(f"samples {start} of {args.samples}")
         set_seed((args.seed or 0) + start)
         rows = ids.expand(min(args.batch, args.samples - start), -1)
         how |= {"attention_mask": torch.ones_like(rows), "assistant_model": loaded.draft}
         drawn.append(loaded.model.generate(rows, do_sample=True, **how)[:, ids.shape[1] :])
-        progress.step(drawn[-1].numel())
+        progress.update(drawn[-1].numel())
     return torch.cat(drawn)
 
 

@@ -19,7 +19,8 @@ from ..generation.sequences import SpeculationStats
 from ..generation.special_cases.gate import PLAIN, message_of
 from ..streaming import FileStreamer, IncrementalDecoder
 from .measuring import TokenClock
-from .models import LoadedModels, PromptProgress, load_models, say
+from .models import LoadedModels, load_models
+from .progress import PromptProgress, say
 from .rows import continue_rows
 
 # Colour and underline, because some readers and some terminals do not see the colour.
@@ -178,10 +179,10 @@ def decode(
 
         def arrived(tokens: int) -> None:
             if tokens == 1 and is_seen:  # the prefill is over
-                progress.stop()
+                progress.close()
             elif tokens == 1:
-                progress.next("Generating", args.samples * args.max_new_tokens, tokens=True)
-            progress.step(args.samples)
+                progress.next("Generating", args.samples * args.max_new_tokens)
+            progress.update(args.samples)
 
         rows = ids.repeat_interleave(args.samples, 0)
         mask, clock = torch.ones_like(rows), TokenClock(args.samples, on_arrival=arrived, text=text)

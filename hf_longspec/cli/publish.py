@@ -33,8 +33,7 @@ def run(args: SimpleNamespace) -> None:
     name = args.source.resolve().name
     output = args.output or args.source.resolve().with_name(f"{name}-hub")
     if args.dry_run:
-        options.require_writable_folder(output)
-        claim([output], overwrite=args.overwrite)
+        claim(output, overwrite=args.overwrite)
     file = args.source / CARD_FACTS
     facts = options.read_json(file) if file.is_file() else {}
     given = {"repo": args.repo, "base_model": args.base_model, "license": args.license}
@@ -69,7 +68,7 @@ def errors_of_the_hub() -> Iterator[None]:
 
 
 def load(source: Path) -> Any:
-    with quiet(progress_bars=False), loading(str(source), "draft"):
+    with quiet(), loading(str(source), "draft"):
         return AutoModel.from_pretrained(source)
 
 
@@ -77,7 +76,7 @@ def write(draft: Any, output: Path, card: Card, repo: str | None, engine: str | 
     """Write the repository to a folder, and print its files with their sizes."""
     # an engine without a commit is uploaded with the draft if it does not exist
     is_pinned = engine is None or "@" in engine
-    with quiet(progress_bars=False):
+    with quiet():
         files = write_repository(draft, output, card, repo, engine)
         if not is_pinned:
             files += [ENGINE_FOLDER / file for file in write_engine(output / ENGINE_FOLDER)]

@@ -34,7 +34,7 @@ class Recipe:
 
 def recipe_of(args: SimpleNamespace) -> Recipe:
     """Read the recipe of `--config`, with the values of the other options."""
-    options.require_sources("", args.data or [])
+    options.require_sources(args.data or [])
     named = {
         "target": args.target,
         "draft": args.draft,

@@ -22,7 +22,8 @@ from ..auto import AutoDraft
 from ..batching import Batcher, Request
 from ..cli import CommandError, one_line, options
 from .files import Record, claim, replace_file
-from .models import LoadedModels, Progress, dtype_of, find_device, load_models, say
+from .models import LoadedModels, dtype_of, find_device, load_models
+from .progress import Progress, say
 from .texts import around_a_message, prompts_of
 
 # A line of the output begins so. The last one may be cut off.
@@ -34,8 +35,8 @@ Ended = tuple[int, torch.Tensor, list[int] | Exception]  # a row, and its new to
 
 def continue_rows(args: SimpleNamespace, how: dict[str, Any], structure: dict[str, Any]) -> int:
     """Continue all rows of `--data`; returns the exit status."""
-    options.require_sources("--data: ", [args.data])
-    claim([args.output], [args.data], overwrite=args.overwrite, resume=args.resume)
+    options.require_sources([args.data])
+    claim(args.output, [args.data], overwrite=args.overwrite, suffix=".jsonl", resume=args.resume)
     how = how | {"max_new_tokens": args.max_new_tokens}
     settings = settings_of(args, how | structure)
     share, count = args.shard or (0, 1)
@@ -49,7 +50,7 @@ def continue_rows(args: SimpleNamespace, how: dict[str, Any], structure: dict[st
         if rows:
             _ = loaded.draft  # nothing is replaced before the models are loaded
         ended, started = continued(loaded, rows, args.batch, args.seed or 0, how), time.perf_counter()
-        with open_output(args, done) as file, closing(ended), Progress(len(rows), "Generating") as progress:
+        with open_output(args, done) as file, closing(ended), Progress(len(rows), "Generating", "rows") as progress:
             for row, ids, result in ended:
                 record: Record = {"row": row}
                 if isinstance(result, Exception):
@@ -61,8 +62,9 @@ def continue_rows(args: SimpleNamespace, how: dict[str, Any], structure: dict[st
                     record |= {"prompt_tokens": len(ids), "new_tokens": stop}
                     tokens += stop
                 file.write(json.dumps(record | {"digest": digests[row]}) + "\n")
-                progress.step()
-                progress.say(f"Generating, {tokens / (time.perf_counter() - started):.1f} tokens/s")
+                speed = tokens / (time.perf_counter() - started)
+                progress.set_description_str(f"Generating, {speed:.1f} tokens/s", refresh=False)
+                progress.update()
     say(f"{len(prompts)} rows in {args.output}, {len(rows)} of them new, {num_failed} failed.", stderr=True)
     return 1 if num_failed else 0
 

@@ -69,13 +69,15 @@ def read_source(source: str, column: str | None = None) -> list[Document]:
 
 def prompts_of(source: str, column: str | None) -> Iterator[str | None]:
     """Yield the prompts; `None` for a row without one. The first row must have one, as it shows a wrong column."""
-    name = column or "prompt"
+    name, number = column or "prompt", None
     for number, row in enumerate(read_rows(source)):
         text = row.get(name) if isinstance(row, dict) else None
         if not number and not isinstance(text, str):
             keys = ", ".join(row) if isinstance(row, dict) else f"none, it is a {type(row).__name__}"
             raise ValueError(f"--data {source}: {name} is not a text; the keys are {keys}. Pass --column.")
         yield text if isinstance(text, str) and text else None
+    if number is None:
+        raise ValueError(f"--data {source} has no rows. Pass a source with prompts.")
 
 
 def read_rows(source: str) -> Any:

@@ -53,21 +53,18 @@ def claim_folder(recipe: Recipe, inputs: list[Any], resume: bool, overwrite: boo
     if recipe.training.get("output_dir") is None:
         raise CommandError("training has no output_dir. Set it, or pass --output-dir.")
     folder = Path(recipe.training["output_dir"])
-    options.require_writable_folder(folder)
     if resume and not list(folder.glob("checkpoint-*/trainer_state.json")):
         raise CommandError(f"{str(folder)!r} has no complete checkpoint to resume from: start without --resume.")
     read = [*inputs, recipe.target, recipe.draft if isinstance(recipe.draft, str) else None]
-    claim([folder], read, overwrite=overwrite, resume=resume, kept=[CARD_FACTS])
+    claim(folder, read, overwrite=overwrite, resume=resume, kept=[CARD_FACTS])
 
 
 def refuse_misspelt(recipe: Recipe) -> None:
     """Refuse names in the recipe that do not exist, and a draft of another target, before anything is loaded."""
     options.check_names("training", recipe.training, {field.name for field in fields(DraftTrainingArguments)})
-    options.require_target(recipe.target)
-    for data in (recipe.dataset, recipe.eval_dataset):
-        if data is not None and "path" in data:
-            options.require_sources("", [str(data["path"])])
     config = load_config(recipe.target)
+    sources = [data["path"] for data in (recipe.dataset, recipe.eval_dataset) if data is not None and "path" in data]
+    options.require_sources(map(str, sources))
     if isinstance(recipe.draft, str):
         check_draft(recipe.draft, config)
     else:

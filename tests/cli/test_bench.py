@@ -137,4 +137,4 @@ def test_a_wrong_text_is_the_exit_status(invoke, monkeypatch):
 
 def test_the_gate_is_off_where_there_is_one(monkeypatch):
     monkeypatch.setattr(NgramDraftModel, "settings", NgramDraftModel.settings | {"gate": True})
-    assert bench.load_draft("ngram", tiny_target("llama")).setting("gate") is False
+    assert bench.ungated(NgramDraftModel.from_target(tiny_target("llama"))).setting("gate") is False

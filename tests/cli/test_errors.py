@@ -92,21 +92,20 @@ ERRORS = [
     ("generate TARGET --prompt x --top-p 0", "'--top-p': 0.0 is not above 0."),
     ("train --config x --learning-rate nan", "Invalid value for '--learning-rate': "),
     ("audit --dtype int3", "'int3' is not one of 'auto', 'float32', 'bfloat16', 'float16'."),
-    ("generate --target= --prompt x", "'--target': the name is empty. Pass a Hub id, a file or a folder."),
     ("generate TARGET --data data.jsonl --output o.jsonl --shard 2/2", "2/2: expected i/n with i from 0 to n - 1"),
     # files to read and to write
     ("generate TARGET", "pass one prompt: a FILE, - for standard input, or --prompt TEXT."),
     ("generate TARGET empty", "empty is empty. Pass a text."),
     ("audit TARGET binary", "binary is not UTF-8 text. Convert it"),
     ("demo TARGET --file none.txt", "cannot read none.txt"),
-    ("bench TARGET --output folder.jsonl", "'--output': folder.jsonl is a folder."),
+    ("bench TARGET --output folder.jsonl", "folder.jsonl is a folder. Name a file."),
     ("bench TARGET --output notes.txt/page.jsonl", "notes.txt is a file."),
     ("bench TARGET --output locked/page.jsonl", "locked cannot be written to: Permission denied."),
     ("publish DRAFT --dry-run --output locked/out", "locked cannot be written to"),
-    ("generate TARGET --data missing.jsonl --output o.jsonl", "the file 'missing.jsonl' does not exist. Check the"),
-    ("generate TARGET --data full/books --output o.jsonl", "the folder 'full' has no 'books'. Check the path"),
-    ("generate TARGET --data empty --output out.jsonl", "--data: empty is empty."),
-    ("generate TARGET --data binary --output out.jsonl", "--data: binary is not UTF-8 text."),
+    ("generate TARGET --data missing.jsonl --output o.jsonl", "the data 'missing.jsonl': there is no such file. Check"),
+    ("generate TARGET --data full/books --output o.jsonl", "'full/books': the folder full has no books, and"),
+    ("generate TARGET --data empty --output out.jsonl", "--data empty has no rows."),
+    ("generate TARGET --data binary --output out.jsonl", "--data binary is not UTF-8 text."),
     ("generate TARGET --data data.jsonl --output out.jsonl --column words", "the keys are prompt"),
     # options that need or exclude others
     ("generate TARGET notes.txt --top-p 0.5", "--top-p, --top-k and --samples need sampling. Pass a --temperature"),
@@ -215,9 +214,9 @@ def unused_port():
 def test_the_hub_is_asked_once_for_what_is_not_cached(hub):
     """A repository without a configuration may hold an adapter."""
     hub.error = EntryNotFoundError("404")
-    for check, name in ((options.require_target, "org/adapter"), (options.require_draft, "org/adapter")):
-        check(name)
-    options.require_sources("", ["org/books:en", "books"])
+    options.require_model("model of", "org/adapter")
+    options.require_draft("org/adapter")
+    options.require_sources(["org/books:en", "books"])
     assert [url.split(".co/")[1] for url in hub.requests] == ["org/adapter", "org/adapter", "datasets/org/books"]
 
 

@@ -139,7 +139,7 @@ def test_rows_that_a_batch_refuses_are_continued_alone(tiny, data, tmp_path, mon
 def test_an_interrupted_run_is_continued(tiny, data, tmp_path, expected, monkeypatch):
     output, written = tmp_path / "out.jsonl", []
     with monkeypatch.context() as patch:
-        before(patch, rows.Progress, "say", lambda *_: written.append(len(read(output))) or interrupt_at(3, written))
+        before(patch, rows.Progress, "update", lambda *_: written.append(len(read(output))) or interrupt_at(3, written))
         assert run(tiny, data, output, "--batch", 2).exit_code == 130
     assert written == [1, 2, 3]  # as soon as a row ends
     with output.open("a") as file:

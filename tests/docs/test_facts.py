@@ -3,8 +3,7 @@
 import re
 from pathlib import Path
 
-from hf_longspec.cli import models
-from hf_longspec.cli.demo import draft_names
+from hf_longspec.cli.demo import draft_names, tiny_target
 from tests.docs.blocks import read
 
 
@@ -13,8 +12,6 @@ def test_readme_has_the_drafts_of_the_demo():
         r"`make demo` runs four drafts on the bundled model: ([^.]*)\.", read("README.md").replace("\n", " ")
     )
     kinds = {"ngram": "n-grams", "specattn": "SpecAttn", "tiny-longspec": "LongSpec", "tiny-tokenswift": "TokenSwift"}
-    bundled, others = (
-        draft_names(target, None) for target in (str(models.tiny_model(models.TINY_TARGET)), "org/model")
-    )
+    bundled, others = (draft_names(target, None) for target in (tiny_target(), "org/model"))
     assert [kinds[Path(name).name] for name in bundled] == re.split(", | and ", drafts)
     assert others == bundled[:2]

@@ -21,6 +21,7 @@ def test_the_calls_run(tmp_path, monkeypatch, capsys):
         train = train.replace(size, smaller)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hub_cards").symlink_to(PROJECT / "hub_cards")
+    (tmp_path / "notes.txt").write_text((PROJECT / "LICENSE").read_text(encoding="utf-8")[:1200], encoding="utf-8")
     names = {}
     exec(train, names)  # noqa: S102 - the documentation's own code
     assert "longspec: tau" in capsys.readouterr().out
