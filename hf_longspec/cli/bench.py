@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_longspec import __version__
 
 from ..auditing import EXACT, NEAR_TIE
-from ..cli import CommandError, one_line, options
+from ..cli import BUILTIN, CommandError, one_line, options
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from .env import environment
 from .files import Record, claim, replace_file
@@ -39,7 +39,7 @@ from .measuring import (
 )
 from .models import describe_device, load_models, open_draft
 from .progress import Progress, noticing_others, say
-from .texts import MAX_DOCUMENTS, Document, around_a_message, cut_windows, encode, read_source
+from .texts import around_a_message, cut_windows, encode, read_source
 
 # The first call of a method is slow, on a GPU for each length of a prompt.
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 8
@@ -62,6 +62,7 @@ def run(args: SimpleNamespace) -> int:
     args.context = options.lengths("--context", args.context)
     if args.output is not None:
         claim(args.output, [args.data], overwrite=args.overwrite, suffix=".jsonl")
+    options.require_sources({args.data} - {BUILTIN})
     documents, count = read_source(args.data, args.column), args.repeats * args.batch
     interrupted = False
     with load_models(args, args.draft) as loaded:
@@ -101,9 +102,7 @@ def ungated(draft: Any) -> Any:
     return draft
 
 
-def prompts_of(
-    tokenizer: Any, documents: Sequence[Document], context: int, count: int, chat: bool = False
-) -> torch.Tensor:
+def prompts_of(tokenizer: Any, documents: Sequence[str], context: int, count: int, chat: bool = False) -> torch.Tensor:
     """`count` prompts of `context` tokens out of the documents, `(count, context)`.
 
     With `chat`, each is the message of a user, and what the chat template writes around it is part of the prompt.
@@ -112,8 +111,7 @@ def prompts_of(
     head, tail = encode(tokenizer, before), encode(tokenizer, after)
     if (room := context - len(head) - len(tail)) < 1:
         raise CommandError(f"--context {context}: the chat template alone has {context - room} tokens. Pass more.")
-    texts = [encode(tokenizer, document.text) for document in documents[:MAX_DOCUMENTS]]
-    windows = cut_windows(texts, room, count)
+    windows = cut_windows([encode(tokenizer, document) for document in documents], room, count)
     return torch.cat([head.expand(count, -1), windows, tail.expand(count, -1)], dim=1)
 
 

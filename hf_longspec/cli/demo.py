@@ -95,7 +95,7 @@ def read_document() -> tuple[str, str]:
     modules = read_source(BUILTIN)
     if not modules:  # a distribution may leave sources out
         raise CommandError("this Python has no sources of its library. Pass a text with --file.")
-    return f"{modules[0].name} of the standard library", modules[0].text
+    return "a module of the standard library", modules[0]
 
 
 def draft_names(target: str, draft: str | None) -> list[str]:

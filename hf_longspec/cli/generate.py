@@ -22,6 +22,7 @@ from .measuring import TokenClock
 from .models import LoadedModels, load_models
 from .progress import PromptProgress, say
 from .rows import continue_rows
+from .texts import as_message
 
 # Colour and underline, because some readers and some terminals do not see the colour.
 DRAFTED_STYLE = "underline bright_blue"
@@ -37,12 +38,8 @@ def run(args: SimpleNamespace) -> int:
         return continue_rows(args, how, structure)
     name, text = options.read_text(args.file, args.prompt)
     with load_models(args) as loaded:
-        if args.chat and not getattr(loaded.tokenizer, "chat_template", None):
-            raise CommandError(f"--chat: the tokenizer of {args.target} has no chat template. Drop --chat.")
-        if args.chat:
-            message = [{"role": "user", "content": text}]
-            text = loaded.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        ids = loaded.encode(name, text, room=args.max_new_tokens)
+        text = as_message(loaded.tokenizer, text) if args.chat else text
+        ids = loaded.encode(name, text, room=args.max_new_tokens, special=not args.chat)
         how |= loaded.processors(structure)
         seed = torch.seed() % 2**32 if args.seed is None else args.seed
         if isinstance(loaded.draft, AutoDraft):

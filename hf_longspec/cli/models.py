@@ -206,10 +206,18 @@ class LoadedModels:
         dtype, device = str(self.model.dtype).removeprefix("torch."), str(self.model.device)
         return {"target": self.target, "draft": self.draft_name, "dtype": dtype, "device": device}
 
-    def encode(self, name: str, text: str, last: int = 0, room: int = 0) -> torch.Tensor:
-        """Token ids `(1, length)` of a prompt, on the device of the target."""
+    def encode(self, name: str, text: str, last: int = 0, room: int = 0, special: bool = True) -> torch.Tensor:
+        """Token ids `(1, length)` of a prompt, on the device of the target.
+
+        Args:
+            name (`str`): What the prompt is called in an error.
+            text (`str`): The prompt.
+            last (`int`, *optional*): Keep at most so many tokens of the end; 0 keeps all.
+            room (`int`, *optional*): New tokens that have to fit into the positions after it.
+            special (`bool`, *optional*): Whether special tokens are added; a chat template writes its own.
+        """
         # verbose=False: what is too long is refused here, or cut
-        ids = list(self.tokenizer(text, verbose=False)["input_ids"])[-last:]
+        ids = list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])[-last:]
         if not ids:
             raise CommandError(f"{name} has no tokens under the tokenizer of {self.target}. Pass another text.")
         self.require_room(name, len(ids), room)

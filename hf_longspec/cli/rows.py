@@ -24,7 +24,7 @@ from ..cli import CommandError, one_line, options
 from .files import Record, claim, replace_file
 from .models import LoadedModels, dtype_of, find_device, load_models
 from .progress import Progress, say
-from .texts import around_a_message, prompts_of
+from .texts import as_message, prompts_of
 
 # A line of the output begins so. The last one may be cut off.
 BEGINNING = '{"row": '
@@ -127,13 +127,13 @@ def encode_rows(loaded: LoadedModels, args: SimpleNamespace, prompts: Mapping[in
 
     A row without a prompt, or whose prompt is too long or has no tokens, comes with the error instead of ids.
     """
-    around = around_a_message(loaded.tokenizer) if args.chat else ("", "")
 
     def encoded(row: int, text: str | None) -> torch.Tensor | Exception:
         if text is None:
             return CommandError("the row has no prompt. Pass a text.")
+        text = as_message(loaded.tokenizer, text) if args.chat else text
         try:
-            return loaded.encode(f"row {row}", text.join(around), room=args.max_new_tokens)[0]
+            return loaded.encode(f"row {row}", text, room=args.max_new_tokens, special=not args.chat)[0]
         except Exception as error:  # of tokenizers, for example about lone surrogates
             return error
 

@@ -104,7 +104,7 @@ ERRORS = [
     ("publish DRAFT --dry-run --output locked/out", "locked cannot be written to"),
     ("generate TARGET --data missing.jsonl --output o.jsonl", "the data 'missing.jsonl': there is no such file. Check"),
     ("generate TARGET --data full/books --output o.jsonl", "'full/books': the folder full has no books, and"),
-    ("generate TARGET --data empty --output out.jsonl", "--data empty has no rows."),
+    ("generate TARGET --data empty --output out.jsonl", "--data empty has no rows. Pass a source with texts."),
     ("generate TARGET --data binary --output out.jsonl", "--data binary is not UTF-8 text."),
     ("generate TARGET --data data.jsonl --output out.jsonl --column words", "the keys are prompt"),
     # options that need or exclude others
