@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from rich.console import Console
 from rich.text import Text
 from transformers import set_seed
-from transformers.generation.streamers import BaseStreamer
 
 from ..auto import AutoDraft
 from ..cli import CommandError, options
@@ -46,32 +44,38 @@ def run(args: SimpleNamespace) -> int:
             with Console(stderr=True).status("Trying drafts"):
                 loaded.draft.choose(loaded.model, ids, **how)
         set_seed(seed)
-        steps: list[VerifiedText] | None = [] if args.show_drafts else None
-        rows, stats = decode(loaded, ids, steps, args, max_new_tokens=args.max_new_tokens, **how)
+        console = Console(highlight=False, soft_wrap=True)
+        is_coloured = args.show_drafts and console.is_terminal and not args.as_json
+        is_streamed = not (args.as_json or args.samples > 1 or is_coloured)
+        rows, stats = decode(loaded, ids, args, is_streamed=is_streamed, **how)
         texts = [loaded.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in rows]
-        if args.as_json:
-            result = {
-                **({"text": texts[0]} if args.samples == 1 else {"texts": texts}),
-                **loaded.record(),
-                "seed": seed if args.temperature else None,
-                "prompt_tokens": ids.shape[1],
-                "new_tokens": max(map(len, rows)),
-                "statistics": stats.to_dict(),
-                **({} if steps is None else {"steps": list(map(asdict, steps))}),
-            }
-            print(json.dumps(result))
-            if stats.interrupted:
-                print("Interrupted.", file=sys.stderr)
-        else:
-            print("" if args.samples == 1 else "\n\n".join(texts))
-            if args.show_drafts:
-                coloured = Text.assemble(("Drafted and accepted", DRAFTED_STYLE), "; plain: the model's own.")
-                piped = "Drafted tokens are coloured only in a terminal; --json has them as text."
-                Console(stderr=True, soft_wrap=True).print(coloured if Console().is_terminal else piped)
-            say(str(stats), stderr=True)
-            if stats.gate_decisions and stats.gate_decisions[-1].choice == PLAIN:
-                say(message_of(stats.gate_decisions[-1], stats.method), stderr=True)
-    return options.INTERRUPTED if stats.interrupted else 0
+        steps = verified_texts(loaded.tokenizer, rows[0], stats) if args.show_drafts else []
+    status = options.INTERRUPTED if stats.interrupted else 0
+    if args.as_json:
+        result = {
+            **({"text": texts[0]} if args.samples == 1 else {"texts": texts}),
+            **loaded.record(),
+            "seed": seed if args.temperature else None,
+            "prompt_tokens": ids.shape[1],
+            "new_tokens": max(map(len, rows)),
+            "statistics": stats.to_dict(),
+            **({"steps": list(map(asdict, steps))} if args.show_drafts else {}),
+        }
+        print(json.dumps(result))
+        if stats.interrupted:
+            print("Interrupted.", file=sys.stderr)
+        return status
+    if is_coloured:
+        console.print(Text.assemble(*(part for step in steps for part in ((step.drafted, DRAFTED_STYLE), step.own))))
+        say("Underlined: drafted and accepted. Plain: the model's own.", stderr=True)
+    else:
+        print("" if is_streamed else "\n\n".join(texts))
+        if args.show_drafts:
+            say("Drafted tokens are coloured only in a terminal; --json has them as text.", stderr=True)
+    say(str(stats), stderr=True)
+    if stats.gate_decisions and stats.gate_decisions[-1].choice == PLAIN:
+        say(message_of(stats.gate_decisions[-1], stats.method), stderr=True)
+    return status
 
 
 def refuse_contradictions(args: SimpleNamespace) -> None:
@@ -108,74 +112,30 @@ class VerifiedText:
     num_drafted: int  # drafted tokens that were verified
 
 
-class DraftedTextStreamer(BaseStreamer):
-    """Report the text of one row verification by verification.
-
-    The loop streams the tokens of a step before it has recorded it, so a step is reported when the next one begins.
-    """
-
-    def __init__(self, tokenizer: Any, stats: Callable[[], SpeculationStats], report: Callable[[VerifiedText], None]):
-        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True)
-        self._stats = stats
-        self._report = report
-        self._expects_prompt = True
-        self._waiting: list[int] = []
-        self._reported = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._expects_prompt:
-            self._expects_prompt = False
-            return
-        self._report_recorded()
-        self._waiting += value.flatten().tolist()
-
-    def end(self) -> None:
-        self._report_recorded()
-        for token in self._waiting:
-            self._report(VerifiedText("", self._decoder.feed(token), 0, 0))
-        self._waiting = []
-        if rest := self._decoder.end():
-            self._report(VerifiedText("", rest, 0, 0))
-
-    def _report_recorded(self) -> None:
-        """Report the steps whose tokens have arrived and that are recorded; step 0 is the prompt's token."""
-        stats = self._stats()
-        emitted, drafted = (rows[0] if rows else [] for rows in (stats.emitted_per_step, stats.drafted_per_step))
-        while self._waiting and self._reported <= len(emitted):
-            number = self._reported - 1
-            count, proposed = (1, 0) if number < 0 else (emitted[number], drafted[number])
-            if len(self._waiting) < count:  # an interruption stopped the stream inside the step
-                return
-            pieces = [self._decoder.feed(token) for token in self._waiting[:count]]
-            del self._waiting[:count]
-            self._reported += 1
-            self._report(VerifiedText("".join(pieces[:-1]), pieces[-1], count - 1, proposed))
+def verified_texts(tokenizer: Any, tokens: list[int], stats: SpeculationStats) -> list[VerifiedText]:
+    """The text of the first row verification by verification; the first token is that of the prompt's forward."""
+    decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True)
+    pieces = [decoder.feed(token) for token in tokens]
+    emitted, drafted = (rows[0] if rows else [] for rows in (stats.emitted_per_step, stats.drafted_per_step))
+    steps = []
+    for count, proposed in zip([1, *emitted], [0, *drafted], strict=True):
+        if count <= len(pieces):  # an interruption stopped the text inside the last step
+            steps.append(VerifiedText("".join(pieces[: count - 1]), pieces[count - 1], count - 1, proposed))
+            del pieces[:count]
+    rest = "".join(pieces) + decoder.end()
+    return [*steps, VerifiedText("", rest, 0, 0)] if rest else steps
 
 
 def decode(
-    loaded: LoadedModels, ids: torch.Tensor, steps: list[VerifiedText] | None, args: SimpleNamespace, **how: Any
+    loaded: LoadedModels, ids: torch.Tensor, args: SimpleNamespace, *, is_streamed: bool, **how: Any
 ) -> tuple[list[list[int]], SpeculationStats]:
     """Generate, with a bar while the prompt is read, and until the end unless the text itself shows the progress."""
-    quiet = args.as_json  # nothing goes to standard output meanwhile
-    is_seen = not quiet and args.samples == 1 and sys.stdout.isatty()
-    draft, tokenizer = loaded.draft, loaded.tokenizer
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-
-    def report(step: VerifiedText) -> None:
-        assert steps is not None
-        steps.append(step)
-        if not quiet and args.show_drafts and console.is_terminal:
-            console.print(Text.assemble((step.drafted, DRAFTED_STYLE), step.own), end="")
-        elif not quiet:  # as it is: rich would expand tabs
-            print(step.drafted + step.own, end="", flush=True)
-
-    text: BaseStreamer | None = None if quiet or args.samples > 1 else FileStreamer(tokenizer, sys.stdout)
-    if steps is not None:
-        text = DraftedTextStreamer(tokenizer, lambda: draft.last_speculation, report)
+    text = FileStreamer(loaded.tokenizer, sys.stdout) if is_streamed else None
+    draft = loaded.draft
     with PromptProgress(loaded.model, ids.shape[1], "Reading the prompt") as progress:
 
         def arrived(tokens: int) -> None:
-            if tokens == 1 and is_seen:  # the prefill is over
+            if tokens == 1 and is_streamed and sys.stdout.isatty():  # the prefill is over
                 progress.close()
             elif tokens == 1:
                 progress.next("Generating", args.samples * args.max_new_tokens)
@@ -183,8 +143,9 @@ def decode(
 
         rows = ids.repeat_interleave(args.samples, 0)
         mask, clock = torch.ones_like(rows), TokenClock(args.samples, on_arrival=arrived, text=text)
+        how |= {"attention_mask": mask, "max_new_tokens": args.max_new_tokens}
         try:
-            sequences = loaded.model.generate(rows, attention_mask=mask, assistant_model=draft, streamer=clock, **how)
+            sequences = loaded.model.generate(rows, assistant_model=draft, streamer=clock, **how)
         except KeyboardInterrupt:
             sequences = getattr(draft.last_speculation, "partial_sequences", None)
             if sequences is None:

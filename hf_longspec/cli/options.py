@@ -175,6 +175,8 @@ def said(error: Exception) -> str | None:
         return "out of memory. Pass a shorter text, fewer --max-new-tokens or a smaller --dtype."
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}. Check the path and its permissions."
+    if type(error).__module__ in ("httpx", "httpx2"):  # the clients of huggingface_hub
+        return f"the Hub was not reached: {one_line(error).rstrip('.')}. Check the connection, and try again."
     if not isinstance(error, CommandError | ValueError | OSError | ImportError):
         return None
     if isinstance(error, ModuleNotFoundError) and error.name is not None:

@@ -8,10 +8,9 @@ import hashlib
 import json
 import time
 from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import as_completed
 from contextlib import closing, suppress
-from itertools import islice
 from pathlib import Path
-from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,23 +177,17 @@ def continued_together(
     batcher: Batcher, rows: Sequence[Row], seed: int, how: dict[str, Any]
 ) -> Generator[Ended, None, list[Row]]:
     """Yield the rows that end well, and return those that failed."""
-    waiting, running, failed = iter(rows), dict[Request, Row](), list[Row]()
-    ended: Queue[Request] = Queue()
+    requests, failed = dict[Request, Row](), list[Row]()
     with batcher:
-        while True:
-            for row, ids in islice(waiting, 2 * batcher.rows - len(running)):
-                try:
-                    request = batcher.submit(ids, seed=seed + row, **how)
-                except Exception:  # of memory, of processors
-                    failed.append((row, ids))
-                    continue
-                running[request] = row, ids
-                request.add_done_callback(ended.put)  # type: ignore[arg-type]
-            if not running:
-                return failed
-            request = ended.get()
-            row, ids = running.pop(request)
+        for row, ids in rows:
+            try:
+                requests[batcher.submit(ids, seed=seed + row, **how)] = row, ids
+            except Exception:  # of memory, of processors
+                failed.append((row, ids))
+        for request in as_completed(requests):
+            row, ids = requests[request]  # type: ignore[index]
             if request.exception() is not None:
                 failed.append((row, ids))
             else:
                 yield row, ids, request.result()[0, len(ids) :].tolist()
+    return failed

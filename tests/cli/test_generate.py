@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from hf_longspec import NgramDraftModel, StructuredOutput
-from hf_longspec.cli.generate import DraftedTextStreamer
+from hf_longspec.cli.generate import verified_texts
 from hf_longspec.cli.measuring import TokenClock
 from hf_longspec.modeling.shared.ngrams import NgramDrafter
 from tests.cli.conftest import run_command
@@ -150,18 +150,18 @@ def test_a_terminal_gets_drafted_tokens_underlined(command, shown, expected):
 def test_steps_agree_with_tokens_seen_between_drafter_and_loop(target, tiny, monkeypatch):
     """A recount from outside: what the drafter proposed, and where in the text each verification ended."""
     model, tokenizer = target
-    draft, proposals, lengths, steps = NgramDraftModel.from_target(model), [], [], []
+    draft, proposals, lengths = NgramDraftModel.from_target(model), [], []
 
     def note(tree, drafter, root):
         proposals.append(int(tree.valid.sum()) - 1)
         lengths.append(len(drafter.binding.rule.sequences.generated[0]))
 
     after(monkeypatch, NgramDrafter, "propose", note)
-    streamer = DraftedTextStreamer(tokenizer, lambda: draft.last_speculation, steps.append)
     inputs = tokenizer(tiny.notes.read_text(), return_tensors="pt")
     set_seed(0)
-    out = model.generate(**inputs, assistant_model=draft, max_new_tokens=40, do_sample=False, streamer=streamer)
+    out = model.generate(**inputs, assistant_model=draft, max_new_tokens=40, do_sample=False)
     new = out[0, inputs["input_ids"].shape[1] :].tolist()
+    steps = verified_texts(tokenizer, new, draft.last_speculation)
     assert [step.num_drafted for step in steps[1:]] == proposals
     ends = [*lengths[1:], len(new)]
     for step, start, end in zip(steps[1:], lengths, ends, strict=True):

@@ -6,7 +6,7 @@ import socket
 import sys
 
 import pytest
-from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from huggingface_hub.errors import HfHubHTTPError
 
 import hf_longspec
 from hf_longspec import LongSpecDraftModel
@@ -55,16 +55,8 @@ class TestDryRun:
         result = run(folder, "--dry-run", "--base-model", "org/t", "--repo", "org/longspec-draft", "--license", "mit")
         assert result.exit_code == 0, result.output
         output = folder.with_name("draft-hub")
-        sizes = {
-            path.relative_to(output).as_posix(): path.stat().st_size for path in output.rglob("*") if path.is_file()
-        }
-        lines = [line.split() for line in result.output.splitlines()]
-        package = [name for name in sizes if name.startswith("engine/hf_longspec/")]
-        assert len(package) > 100
-        count, sizes["engine/hf_longspec/"] = len(sizes), sum(sizes.pop(name) for name in package)
-        assert {name: int(size.replace(",", "")) for size, name in lines[:-1]} == sizes
-        assert int(lines[-1][0].replace(",", "")) == sum(sizes.values())
-        assert f"in {count} files" in result.output and "would be uploaded to org/longspec-draft" in result.output
+        sizes = [path.stat().st_size for path in output.rglob("*") if path.is_file()]
+        assert result.output.startswith(f"{sum(sizes):,} bytes in {len(sizes)} files of {output} would be uploaded")
         text = (output / "README.md").read_text()
         assert (
             "license: mit" in text and 'from_pretrained("org/longspec-draft", trust' in text and "Not measured." in text
@@ -149,11 +141,10 @@ class TestUpload:
     @pytest.mark.parametrize(
         ("failure", "remedy"),
         [
-            (LocalTokenNotFoundError("no token"), "hf auth login"),
-            (HfHubHTTPError("403 Forbidden\nlong story", response=FORBIDDEN), "hf auth whoami"),
-            (CLIENT.ConnectError("no route"), "--dry-run"),
+            (HfHubHTTPError("403 Forbidden: log in.", response=FORBIDDEN), "403 Forbidden: log in."),
+            (CLIENT.ConnectError("no route"), "the Hub was not reached: no route. Check the connection"),
         ],
-        ids=["token", "rights", "network"],
+        ids=["rights", "network"],
     )
     def test_failures_name_a_remedy_in_one_line(self, folder, hub, failure, remedy):
         hub.fail = failure

@@ -128,23 +128,6 @@ def test_a_command_is_understood(line):
     understand(line)
 
 
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("make tests", AssertionError),
-        ("pip install '.[everything]'", AssertionError),
-        ("hf-longspec audit notes.txt --targets x", AssertionError),
-        ("python -m benchmarks.tables a.jsonl --pages README.md", SystemExit),
-        ("accelerate launch --config_file recipes/accelerate/multi_gpu.yaml -m hf_longspec.cli.app train --confg x",
-         AssertionError),
-        ("torchrun --processes 8 generate.py", SystemExit),
-    ],
-)  # fmt: skip
-def test_a_wrong_command_is_noticed(line, error, capsys):
-    with pytest.raises(error):
-        understand(line)
-
-
 # The changelog also names commands that were removed.
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
 def test_commands_in_the_text_name_what_exists(page):

@@ -26,7 +26,7 @@ ROWS = (
      "        lines.append(last)  # of somebody else", "        pass",
      "tests/cli/test_rows.py::test_rows_of_other_prompts_and_other_lines_are_not_kept"),
     ("A row that fails in a batch is continued alone", "cli/rows.py",
-     "                    failed.append((row, ids))\n                    continue", "                    continue",
+     "# of memory, of processors\n                failed.append((row, ids))", "\n                pass",
      "tests/cli/test_rows.py::test_rows_that_a_batch_refuses_are_continued_alone"),
     ("The help imports no torch", "cli/app.py", "import inspect\n", "import inspect\nimport torch\n",
      "tests/cli/test_errors.py::test_version_and_help_import_neither_torch_nor_transformers"),
