@@ -32,17 +32,11 @@ def test_a_report_tells_versions_and_no_secrets(command, tmp_path, monkeypatch):
         assert secret not in result.stdout, secret
 
 
-def test_json_has_every_backend_with_its_answer(command):
-    found = json.loads(command("env", "--json").stdout)
-    assert list(found["backends"]) == registry.backend_names()
-    assert set(found["packages"]) >= {"transformers", "safetensors"}
-    assert found["threads"] == torch.get_num_threads()
-
-
-def test_reasons_against_a_backend_are_shown_without_paths(monkeypatch, command):
+def test_json_has_every_backend_with_the_reason_against_it_and_no_paths(monkeypatch, command):
     monkeypatch.setattr(registry, "why_not", lambda name, call: f"cannot load /home/gwendolyn/lib.so for {call.dtype}")
-    found = json.loads(command("env", "--json").stdout)["backends"]
-    assert found["hf_longspec_torch"]["bfloat16"] == "cannot load ... for torch.bfloat16"
+    found = json.loads(command("env", "--json").stdout)
+    assert list(found["backends"]) == registry.backend_names() and "transformers" in found["packages"]
+    assert found["backends"]["hf_longspec_torch"]["bfloat16"] == "cannot load ... for torch.bfloat16"
 
 
 @pytest.mark.parametrize("in_checkout", [True, False])
@@ -56,13 +50,6 @@ def test_the_commit_is_that_of_this_project_or_none(monkeypatch, command, tmp_pa
     (tmp_path / ("own" if in_checkout else "other") / ".git").mkdir()
     monkeypatch.setattr(env, "__file__", str(package / "hf_longspec" / "cli" / "env.py"))
     assert json.loads(command("env", "--json").stdout)["commit"] == ("abc" if in_checkout else None)
-
-
-def test_environment_is_complete_and_fit_for_json():
-    found = json.loads(json.dumps(env.environment()))
-    wanted = {"cpu", "cores", "native_bfloat16", "torch", "transformers", "threads", "commit", "command", "date"}
-    assert wanted <= set(found)
-    assert found["threads"] == torch.get_num_threads()
 
 
 @pytest.mark.parametrize(

@@ -293,31 +293,6 @@ def test_version_and_help_import_neither_torch_nor_transformers(script):
     assert all(f"{line} 0 []\n" in output for line in lines)
 
 
-@pytest.mark.soak
-def test_the_script_registers_the_drafts_before_a_command_runs(script, tiny):
-    """In a process of its own, with a draft that `AutoModel` knows only if it is registered; names come when needed.
-
-    So do processes that it starts, as the workers of a data loader where processes are not forked.
-    """
-    line = ["generate", str(tiny.notes), "--target", str(tiny.target), "--draft", str(tiny.longspec)]
-    output = script(
-        "from importlib import import_module\n"
-        "from multiprocessing import get_context\n"
-        "import hf_longspec, sys\n"
-        "if __name__ == '__main__':\n"
-        "    worker = get_context('spawn').Process(target=import_module, args=['hf_longspec.modeling.base'])\n"
-        "    worker.start()\n"
-        f"    sys.argv[1:] = {[*line, '--max-new-tokens', '4', '--json']}\n"
-        "    assert not hasattr(hf_longspec, '__wrapped__') and 'torch' not in sys.modules\n"
-        "    from hf_longspec.cli.app import main\n"
-        "    try:\n        main()\n    except SystemExit as exit_of:\n        assert exit_of.code == 0\n"
-        "    worker.join()\n"
-        "    print(worker.exitcode, hf_longspec.LongSpecDraftModel.__name__, hf_longspec.audit.__name__)\n"
-    )
-    text, names = output.strip().splitlines()
-    assert json.loads(text)["new_tokens"] == 4 and names == "0 LongSpecDraftModel audit"
-
-
 def test_the_help_names_the_drafts_that_a_command_takes():
     """`auto` chooses a draft; `bench` compares drafts."""
     assert options.BY_NAME == ", ".join(weightless_drafts())

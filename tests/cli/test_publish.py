@@ -96,13 +96,6 @@ class TestDryRun:
             assert (f"to {shared} if that does not exist" in result.output) == (name != pinned)
             shutil.rmtree(output / "engine", ignore_errors=True)
 
-    @pytest.mark.parametrize("where", [(), ("--repo", "org/x", "--self-contained")])
-    def test_a_folder_that_holds_its_code(self, folder, where):
-        assert run(folder, "--dry-run", "--base-model", "org/t", *where).exit_code == 0
-        output = folder.with_name("draft-hub")
-        assert 'ENGINE = "."' in (output / STUB).read_text() and (output / "hf_longspec/__init__.py").is_file()
-        assert not (output / "engine").exists()
-
     @pytest.mark.parametrize(
         ("arguments", "text", "complaint"),
         [
