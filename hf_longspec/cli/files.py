@@ -68,12 +68,11 @@ def claim(
         if not resume and output.resolve() in file.resolve().parents:
             raise CommandError(f"{file} is read, and lies in the output folder {output}. Name another folder.")
     if not (overwrite or resume) and (there := _content(output, kept)):
-        more = [f"{len(there) - MOST_NAMES} others"] if len(there) > MOST_NAMES else []
-        *first, last = there[:MOST_NAMES] + more
-        names = f"{', '.join(first)} and {last} exist" if first else f"{last} exists"
+        more = f" and {len(there) - MOST_NAMES} others" if len(there) > MOST_NAMES else ""
         remedy = "" if resume is None else "--resume to continue, "
         raise CommandError(
-            f"{names}. Pass {remedy}--overwrite to replace what has the name of an output, or name another output."
+            f"already there: {', '.join(there[:MOST_NAMES])}{more}. Pass {remedy}--overwrite to replace what has "
+            "the name of an output, or name another output."
         )
 
 

@@ -25,8 +25,6 @@ from ..modeling.shared.aux_hidden_states import AuxDraftModel
 from ..structured_output import StructuredOutput
 from .progress import say
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 @contextmanager
 def loading(name: str, what: str) -> Iterator[None]:
@@ -65,7 +63,8 @@ def describe_device(device: torch.device) -> str:
 
 def dtype_of(name: str, device: torch.device) -> torch.dtype:
     """The type of a name; `auto` is bfloat16 on a GPU and float32 on a CPU."""
-    return TORCH_DTYPES.get(name, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    automatic = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return automatic if name == "auto" else getattr(torch, name)
 
 
 def load_tokenizer(target: str) -> Any:

@@ -43,14 +43,9 @@ def number(least: float, help: str, most: float | None = None, above: bool = Fal
     return typer.Option(help=help, min=least, max=most, callback=checked if above else None)
 
 
-def text(help: str, **how: Any) -> Any:
-    """An option with the name of its parameter."""
-    return typer.Option(help=help, **how)
-
-
-def flag(name: str, help: str, **how: Any) -> Any:
-    """An option of this name, such as one without a value."""
-    return typer.Option(name, help=help, **how)
+def option(help: str, *names: str, **how: Any) -> Any:
+    """An option with the name of its parameter, or with those that are given, as for one without a value."""
+    return typer.Option(*names, help=help, **how)
 
 
 def parse_shard(text: Any) -> tuple[int, int]:
@@ -132,26 +127,26 @@ def require_draft(name: str) -> None:
     require_model("draft", name)
 
 
-Target = Annotated[str, text("Hub id or folder of the model.", show_default=False)]
+Target = Annotated[str, option("Hub id or folder of the model.", show_default=False)]
 Draft = Annotated[
     str,
-    text(
+    option(
         f"Hub id or folder of a draft or a small model, or a training-free draft: {BY_NAME}; or {AUTO}: the fastest of "
         "n-grams, the model's MTP layers and the draft that its card names."
     ),
 ]
-Prompt = Annotated[str | None, text("Text to continue, instead of a file.", show_default=False)]
+Prompt = Annotated[str | None, option("Text to continue, instead of a file.", show_default=False)]
 Setting = Annotated[
-    list[str] | None, flag("--set", "Setting of the draft, such as num_assistant_tokens=6. Repeatable.")
+    list[str] | None, option("Setting of the draft, such as num_assistant_tokens=6. Repeatable.", "--set")
 ]
-Dtype = Annotated[DtypeName, text("Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU.")]
+Dtype = Annotated[DtypeName, option("Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU.")]
 Device = Annotated[
-    str | None, text("cpu, cuda, cuda:1, ...; by default the first GPU, or the CPU.", show_default=False)
+    str | None, option("cpu, cuda, cuda:1, ...; by default the first GPU, or the CPU.", show_default=False)
 ]
 Seed = Annotated[int | None, number(0, "Seed of sampling.", most=2**32 - 1)]
-Overwrite = Annotated[bool, flag("--overwrite", "Replace files that exist, in place of an error.")]
-Json = Annotated[bool, flag("--json", "Print a single JSON object to standard output.")]
-Debug = Annotated[bool, flag("--debug", "Show the traceback of an error.")]
+Overwrite = Annotated[bool, option("Replace files that exist, in place of an error.", "--overwrite")]
+Json = Annotated[bool, option("Print a single JSON object to standard output.", "--json")]
+Debug = Annotated[bool, option("Show the traceback of an error.", "--debug")]
 
 
 @contextmanager

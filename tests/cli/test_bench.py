@@ -109,7 +109,7 @@ def test_an_interrupted_run_keeps_the_turns_that_ended(invoke, monkeypatch):
     assert result.exit_code == 130 and "│ generate" in result.output
     assert [run["turn"] for run in of_kind(read_records(Path("bench.jsonl")), "run")] == [0, 0, 0]
     again = invoke()
-    assert again.exit_code == 2 and "bench.jsonl exists. Pass --overwrite" in again.output
+    assert again.exit_code == 2 and "already there: bench.jsonl. Pass --overwrite" in again.output
 
 
 def test_a_method_that_is_refused_or_out_of_memory_is_left_out_with_the_reason(invoke, monkeypatch):

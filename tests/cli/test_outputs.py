@@ -12,16 +12,16 @@ from hf_longspec.cli.files import replace_file
 REFUSED = [
     ("generate TARGET --data data.jsonl --output link.jsonl --overwrite", ["link.jsonl", "is read"]),
     ("generate TARGET --data data.jsonl --output data.jsonl", ["data.jsonl", "is read"]),
-    ("generate TARGET --data data.jsonl --output one.jsonl", ["one.jsonl exists", "--resume", "--overwrite"]),
+    ("generate TARGET --data data.jsonl --output one.jsonl", ["already there: one.jsonl. ", "--resume", "--overwrite"]),
     ("generate TARGET --data data.jsonl --output one.jsonl --resume", ["one.jsonl, line 1", "--overwrite"]),
     ("generate TARGET --data data.jsonl --output new.jsonl --resume --overwrite", ["Pass one of them"]),
-    ("bench TARGET --output one.jsonl", ["one.jsonl exists", "--overwrite"]),
+    ("bench TARGET --output one.jsonl", ["already there: one.jsonl. ", "--overwrite"]),
     ("bench TARGET --data lines.jsonl --column name --output lines.jsonl --overwrite", ["lines.jsonl", "is read"]),
-    ("train TARGET --config recipe.yaml --output-dir run", ["run/checkpoint-2 and run/model.safetensors exist"]),
+    ("train TARGET --config recipe.yaml --output-dir run", ["run/checkpoint-2, run/model.safetensors"]),
     ("train TARGET --config recipe.yaml --output-dir run --draft run/checkpoint-2 --overwrite", ["is read"]),
-    ("convert TARGET notes.txt --output full", ["full/.hidden and full/of exist"]),
+    ("convert TARGET notes.txt --output full", ["full/.hidden, full/of"]),
     ("convert full/of --output full --overwrite", ["full/of", "is read"]),
-    ("publish run --dry-run --base-model org/t --output run", ["run/card.json, run/checkpoint-2 and run/model.safete"]),
+    ("publish run --dry-run --base-model org/t --output run", ["run/card.json, run/checkpoint-2, run/model.safete"]),
 ]  # fmt: skip
 
 

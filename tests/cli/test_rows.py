@@ -136,7 +136,7 @@ def test_an_interrupted_run_is_continued(tiny, data, tmp_path, expected, monkeyp
     with output.open("a") as file:
         file.write('{"row": 1, "te')  # as a full disk leaves it
     refused = run(tiny, data, output)
-    assert refused.exit_code == 2 and "out.jsonl exists" in refused.stderr and "--resume" in refused.stderr
+    assert refused.exit_code == 2 and "out.jsonl. Pass --resume" in refused.stderr and "--resume" in refused.stderr
     kept = output.read_bytes()
     other = run(tiny, data, output, "--resume", "--max-new-tokens", NEW + 1)
     assert other.exit_code == 2 and "other settings" in other.stderr and output.read_bytes() == kept
