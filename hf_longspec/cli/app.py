@@ -14,19 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
-try:
-    import typer
-
-    from . import BUILTIN, PYDANTIC, options
-    from .options import INPUT_ERROR, INTERRUPTED, number, option
-except ModuleNotFoundError as error:
-    missing = (error.name or "").partition(".")[0]
-    if missing not in ("typer", "rich"):
-        raise
-    print(f"error: hf-longspec needs {missing}, which is not installed: pip install typer rich", file=sys.stderr)
-    sys.exit(2)
+import typer
 
 from hf_longspec import __version__
+
+from . import BUILTIN, PYDANTIC, options
+from .options import INPUT_ERROR, INTERRUPTED, number, option
 
 # Errors of the click that typer contains, or of the installed one: versions of typer differ.
 USAGE_ERROR: Any = typer.BadParameter.__base__

@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -246,15 +245,6 @@ def test_what_ends_a_command_while_it_works(command, tiny, monkeypatch, name, er
     monkeypatch.setattr(MODULES[name], "compare" if name == "audit" else "set_seed", stop)
     result = command(name, tiny.notes, "--target", tiny.target, *SMALL[name])
     assert result.exit_code == status and result.stderr.startswith(output), result.stderr
-
-
-def test_a_missing_package_is_named_in_one_line(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.delitem(sys.modules, "hf_longspec.cli.app")
-    with pytest.raises(SystemExit) as exit_of:
-        runpy.run_module("hf_longspec.cli.app")
-    expected = "error: hf-longspec needs typer, which is not installed: pip install typer rich\n"
-    assert (exit_of.value.code, *capsys.readouterr()) == (2, "", expected)
 
 
 def test_version_help_and_tracebacks(main, tmp_path):

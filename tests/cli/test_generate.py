@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from hf_longspec import NgramDraftModel, StructuredOutput
@@ -85,7 +84,7 @@ def test_several_samples_are_the_rows_of_one_batch(command, tiny, target):
 
 
 def test_an_ordinary_small_model_is_recognised(command, tiny, target, expected, tmp_path):
-    """Two layers of the target, saved as transformers saves them, and then without one of their weights."""
+    """A layer of the target, saved as transformers saves it."""
     _, tokenizer = target
     small = AutoModelForCausalLM.from_pretrained(tiny.target, dtype=torch.float32, num_hidden_layers=1)
     small.save_pretrained(tmp_path)
@@ -94,14 +93,6 @@ def test_an_ordinary_small_model_is_recognised(command, tiny, target, expected, 
     result = command(*arguments, "--set", "window=16")
     assert result.exit_code == 0 and result.stdout == expected + "\n", result.output
     assert "assistant: tau" in result.stderr
-    weights = small.state_dict()
-    del weights["model.norm.weight"]
-    save_file(
-        {name: value for name, value in weights.items() if name != "lm_head.weight"}, tmp_path / "model.safetensors"
-    )
-    result = command(*arguments)
-    assert result.exit_code == 2 and "model.norm.weight" in result.stderr, result.output
-    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_json_is_one_object_with_text_statistics_and_steps(shown, expected):

@@ -2,19 +2,13 @@
 
 import http.client
 import json
-import os
-import signal
 import socket
-import sys
-import time
-from multiprocessing import get_context
 from threading import Event
 
 import openai
 import pytest
 from fastapi.routing import APIRoute
 
-from hf_longspec.cli import app
 from hf_longspec.modeling.plain.modeling_plain import PlainDraftModel
 from tests.cli.conftest import HUB_CARDS
 from tests.cli.served import HEAD, NEW, Held, Reference, answered, ask, sent, serving, wait_for
@@ -249,37 +243,3 @@ def test_abuse_gets_4xx_and_the_server_goes_on(server, body, headers):
     status, text = call(server, "/v1/chat/completions", body, headers=headers)
     assert 400 <= status < 500 and "Traceback" not in text
     assert call(server, "/health", method="GET")[0] == 200
-
-
-def served_alone(*arguments):
-    """The command, in a process of its own, which has imported torch."""
-    # a shell lets commands in the background ignore SIGINT, and so do the tests that run there
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = ["hf-longspec", "serve", *arguments]
-    app.main()
-
-
-def test_ctrl_c_ends_the_process_in_the_middle_of_an_answer(folder):
-    """A stream of 600 tokens is cut off, and the status is that of an interruption."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = get_context("fork").Process(target=served_alone, args=("--target", str(folder), "--port", str(port)))
-    process.start()
-    try:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        until = time.monotonic() + 300
-        while True:
-            try:
-                stream = client.chat.completions.create(
-                    model=str(folder), messages=MESSAGES, max_tokens=600, stream=True
-                )
-                break
-            except openai.APIConnectionError:
-                assert process.is_alive() and time.monotonic() < until
-                time.sleep(0.2)
-        next(iter(stream))
-        os.kill(process.pid, signal.SIGINT)
-        process.join(60)
-        assert process.exitcode == 130
-    finally:
-        process.kill()
