@@ -1,7 +1,6 @@
 """Errors of users: one line with the problem and the remedy, status 2, no weights loaded, nothing written."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,27 +14,9 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from transformers import PreTrainedModel
 
 from hf_longspec import LongSpecDraftModel, __version__
-from hf_longspec.cli import app, audit, generate, options
+from hf_longspec.cli import app, generate, options
 from hf_longspec.modeling.register_draft import weightless_drafts
 from tests.tiny_targets import tiny_target
-
-MODULES = {"generate": generate, "audit": audit}
-SMALL = {"generate": ["--max-new-tokens", 4], "audit": ["--max-new-tokens", 4]}
-
-
-@pytest.fixture
-def fails(command, tiny):
-    """Run a command that must fail; returns its one line."""
-
-    def run(name, *arguments, target=tiny.target, **how):
-        result = command(name, tiny.notes, "--target", target, *SMALL[name], *arguments, **how)
-        assert result.exit_code == 2, result.output
-        assert result.stdout == "" and "Traceback" not in result.stderr
-        (line,) = result.stderr.strip().splitlines()
-        assert line.startswith("error: ")
-        return line
-
-    return run
 
 
 @pytest.fixture
@@ -43,7 +24,7 @@ def copy_of(tiny, tmp_path):
     """A target or draft folder whose config.json has other values, with a share of its weights."""
 
     def copy(kind, share=1.0, **changes):
-        folder = shutil.copytree(getattr(tiny, kind), tmp_path / kind)
+        copy.last = folder = shutil.copytree(getattr(tiny, kind), tmp_path / str(len([*tmp_path.iterdir()])))
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | changes))
         weights = folder / "model.safetensors"
@@ -99,6 +80,33 @@ ERRORS = [
     ("generate TARGET --data empty --output out.jsonl", "--data empty has no rows. Pass a source with texts."),
     ("generate TARGET --data binary --output out.jsonl", "--data binary is not UTF-8 text."),
     ("generate TARGET --data data.jsonl --output out.jsonl --column words", "the keys are prompt"),
+    # files that exist or are read
+    (
+        "generate TARGET --data data.jsonl --output link.jsonl --overwrite",
+        "link.jsonl is an output, and data.jsonl is rea",
+    ),
+    (
+        "generate TARGET --data data.jsonl --output one.jsonl",
+        "already there: one.jsonl. Pass --resume to continue, --over",
+    ),
+    ("generate TARGET --data data.jsonl --output one.jsonl --resume", "one.jsonl, line 1: not a row of this command."),
+    ("generate TARGET --data data.jsonl --output new.jsonl --resume --overwrite", "Pass one of them."),
+    ("bench TARGET --output one.jsonl", "already there: one.jsonl. Pass --overwrite"),
+    ("bench TARGET --data lines.jsonl --column name --output lines.jsonl --overwrite", "lines.jsonl is an output, and"),
+    (
+        "train TARGET --config recipe.yaml --output-dir run",
+        "already there: run/checkpoint-2, run/model.safetensors. Pass",
+    ),
+    (
+        "train TARGET --config recipe.yaml --output-dir run --draft run/checkpoint-2 --overwrite",
+        "run/checkpoint-2 is read",
+    ),
+    ("convert TARGET notes.txt --output full", "already there: full/.hidden, full/of. "),
+    ("convert full/of --output full --overwrite", "full/of is read, and lies in the output folder full."),
+    (
+        "publish run --dry-run --base-model org/t --output run",
+        "run/card.json, run/checkpoint-2, run/model.safetensors.",
+    ),
     # options that need or exclude others
     ("generate TARGET notes.txt --top-p 0.5", "--top-p, --top-k and --samples need sampling. Pass a --temperature"),
     ("generate TARGET notes.txt --samples 3 --temperature 1 --show-drafts", "--samples cannot be combined"),
@@ -163,8 +171,18 @@ def folder(tiny, tmp_path_factory):
     (folder / "binary").write_bytes(b"\xff\xfe\x00\x80")
     (folder / "data.jsonl").write_text('{"prompt": "one two"}\n')
     (folder / "schema.json").write_text('{"type": "strin"}')
+    for file in ("full/.hidden", "run/model.safetensors", "run/card.json", "run/checkpoint-2/config.json"):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("mine")
+    (folder / "one.jsonl").write_text("not JSON\n")
+    (folder / "lines.jsonl").write_text('{"name": "one"}\n')
+    (folder / "link.jsonl").symlink_to("data.jsonl")
     (folder / "recipe.yaml").write_text("{training: {}, dataset: {path: text}}")
     return folder
+
+
+def contents(folder):
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 @pytest.mark.parametrize(("line", "named"), ERRORS)
@@ -178,13 +196,13 @@ def test_one_line_names_what_is_wrong(main, tiny, folder, monkeypatch, hub, no_w
         return place(suffix, prefix, dir)
 
     monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
-    before = sorted(folder.rglob("*"))
+    before = contents(folder)
     names = {"TARGET": f"--target {tiny.target}", "DRAFT": str(tiny.longspec), "PORT": str(unused_port)}
     for name, value in names.items():
         line = line.replace(name, value)
     status, output, errors = main(*line.split())
     assert status == 2 and errors.startswith("error: ") and named in errors, errors
-    assert not output and len(errors.splitlines()) == 1 and sorted(folder.rglob("*")) == before
+    assert not output and len(errors.splitlines()) == 1 and contents(folder) == before
     assert len(hub.requests) <= 1
 
 
@@ -205,32 +223,30 @@ def test_the_hub_is_asked_once_for_what_is_not_cached(hub):
     assert [url.split(".co/")[1] for url in hub.requests] == ["org/adapter", "org/adapter", "datasets/org/books"]
 
 
-def test_files_that_are_damaged(fails, copy_of):
-    draft, target = copy_of("longspec", 0.5), copy_of("target", 0.5)
-    line = fails("audit", "--draft", draft)  # our own error has its remedy
-    assert "cannot load the draft '" in line and line.endswith(" Download or save the draft again.")
-    line = fails("audit", target=target)
-    assert "cannot load the model of" in line and line.endswith(" Check its files.")
-    (target / "tokenizer.json").write_text("{}")
-    line = fails("generate", target=target)
-    assert f"cannot load the tokenizer of '{target}': KeyError" in line and line.endswith(" Check its files.")
+def test_files_that_are_damaged_or_of_another_model(main, copy_of, tiny):
+    """Transformers would draw weights that a file does not have, and the text would be noise."""
+    cases = [
+        ({"draft": copy_of("longspec", 0.5)}, "cannot load the draft '", " Download or save the draft again.\n"),
+        ({"target": copy_of("target", 0.5)}, "cannot load the model of '", " Check its files.\n"),
+        ({"target": copy_of("target", model_type="lama")}, "`lama`", "\n"),
+        ({"target": copy_of("target", model_type="gemma2")}, "model_type='gemma2' in config.json:", "\n"),
+    ]
+    (copy_of("target") / "tokenizer.json").write_text("{}")
+    cases.append(({"target": copy_of.last}, f"cannot load the tokenizer of '{copy_of.last}': KeyError", "files.\n"))
+    for models, named, end in cases:
+        models = {"target": tiny.target, "draft": "ngram"} | models
+        options = [part for name, path in models.items() for part in (f"--{name}", path)]
+        status, output, errors = main("generate", tiny.notes, "--max-new-tokens", 4, *options)
+        assert (status, output) == (2, "") and named in errors and errors.endswith(end), errors
+        assert len(errors.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("other", "complaint"), [("lama", "`lama`"), ("gemma2", "model_type='gemma2' in config.json:")]
-)
-def test_another_model_type_does_not_run_on_random_weights(fails, copy_of, other, complaint):
-    """Transformers would draw what the file does not have, and the text would be noise."""
-    assert complaint in fails("generate", target=copy_of("target", model_type=other))
-
-
-@pytest.mark.parametrize(
-    ("name", "error", "status", "output"),
+    ("error", "status", "output"),
     [
-        ("generate", torch.OutOfMemoryError("CUDA"), 2, "error: out of memory"),
-        ("audit", KeyboardInterrupt(), 130, "\nInterrupted.\n"),
+        (torch.OutOfMemoryError("CUDA"), 2, "error: out of memory"),
+        (KeyboardInterrupt(), 130, "\nInterrupted.\n"),
         (
-            "generate",
             ValueError("no backend supports this:\n  a: no GPU\n  b: no package\nTake another.\nDetails."),
             2,
             "error: no backend supports this: a: no GPU; b: no package; Take another. (--debug shows the rest)",
@@ -238,12 +254,12 @@ def test_another_model_type_does_not_run_on_random_weights(fails, copy_of, other
     ],
     ids=["memory", "Ctrl-C", "several lines"],
 )
-def test_what_ends_a_command_while_it_works(command, tiny, monkeypatch, name, error, status, output):
+def test_what_ends_a_command_while_it_works(command, tiny, monkeypatch, error, status, output):
     def stop(*_, **__):
         raise error
 
-    monkeypatch.setattr(MODULES[name], "compare" if name == "audit" else "set_seed", stop)
-    result = command(name, tiny.notes, "--target", tiny.target, *SMALL[name])
+    monkeypatch.setattr(generate, "set_seed", stop)
+    result = command("generate", tiny.notes, "--target", tiny.target, "--max-new-tokens", 4)
     assert result.exit_code == status and result.stderr.startswith(output), result.stderr
 
 
@@ -257,22 +273,9 @@ def test_version_help_and_tracebacks(main, tmp_path):
 COMMANDS = typer.main.get_command(app.app).commands
 
 
-@pytest.fixture
-def script(tmp_path):
-    """`script(code)`: output of a process that looks like the installed command."""
-
-    def run(code):
-        (tmp_path / "hf-longspec").write_text(code, encoding="utf-8")
-        folder = {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "HF_HUB_OFFLINE": "1"}
-        words = [sys.executable, str(tmp_path / "hf-longspec")]
-        return subprocess.run(words, env=os.environ | folder, capture_output=True, text=True, check=True).stdout
-
-    return run
-
-
-def test_version_and_help_import_neither_torch_nor_transformers(script):
+def test_version_and_help_import_neither_torch_nor_transformers():
     lines = [["--version"], ["--help"], *([name, "--help"] for name in COMMANDS)]
-    output = script(
+    code = (
         "import sys\n"
         "from hf_longspec.cli.app import main\n"
         f"for arguments in {lines}:\n"
@@ -280,6 +283,8 @@ def test_version_and_help_import_neither_torch_nor_transformers(script):
         "    try:\n        main()\n    except SystemExit as exit_of:\n"
         "        print(arguments, exit_of.code, sorted({'torch', 'transformers'} & set(sys.modules)))\n"
     )
+    where = {"cwd": Path(__file__).resolve().parents[2], "check": True}
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **where).stdout
     assert all(f"{line} 0 []\n" in output for line in lines)
 
 
