@@ -1,6 +1,7 @@
 """Errors of users: one line with the problem and the remedy, status 2, no weights loaded, nothing written."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -81,32 +82,17 @@ ERRORS = [
     ("generate TARGET --data binary --output out.jsonl", "--data binary is not UTF-8 text."),
     ("generate TARGET --data data.jsonl --output out.jsonl --column words", "the keys are prompt"),
     # files that exist or are read
-    (
-        "generate TARGET --data data.jsonl --output link.jsonl --overwrite",
-        "link.jsonl is an output, and data.jsonl is rea",
-    ),
-    (
-        "generate TARGET --data data.jsonl --output one.jsonl",
-        "already there: one.jsonl. Pass --resume to continue, --over",
-    ),
+    ("generate TARGET --data data.jsonl --output link.jsonl --overwrite", "link.jsonl is an output, and data.js"),
+    ("generate TARGET --data data.jsonl --output one.jsonl", "already there: one.jsonl. Pass --resume"),
     ("generate TARGET --data data.jsonl --output one.jsonl --resume", "one.jsonl, line 1: not a row of this command."),
     ("generate TARGET --data data.jsonl --output new.jsonl --resume --overwrite", "Pass one of them."),
     ("bench TARGET --output one.jsonl", "already there: one.jsonl. Pass --overwrite"),
     ("bench TARGET --data lines.jsonl --column name --output lines.jsonl --overwrite", "lines.jsonl is an output, and"),
-    (
-        "train TARGET --config recipe.yaml --output-dir run",
-        "already there: run/checkpoint-2, run/model.safetensors. Pass",
-    ),
-    (
-        "train TARGET --config recipe.yaml --output-dir run --draft run/checkpoint-2 --overwrite",
-        "run/checkpoint-2 is read",
-    ),
+    ("train TARGET --config recipe.yaml --output-dir run", "already there: run/checkpoint-2, run/model"),
+    ("train TARGET --config recipe.yaml --output-dir run --draft run/checkpoint-2 --overwrite", "run/checkpoint-2 is"),
     ("convert TARGET notes.txt --output full", "already there: full/.hidden, full/of. "),
     ("convert full/of --output full --overwrite", "full/of is read, and lies in the output folder full."),
-    (
-        "publish run --dry-run --base-model org/t --output run",
-        "run/card.json, run/checkpoint-2, run/model.safetensors.",
-    ),
+    ("publish run --dry-run --base-model org/t --output run", "run/card.json, run/checkpoint-2, run/model"),
     # options that need or exclude others
     ("generate TARGET notes.txt --top-p 0.5", "--top-p, --top-k and --samples need sampling. Pass a --temperature"),
     ("generate TARGET notes.txt --samples 3 --temperature 1 --show-drafts", "--samples cannot be combined"),
@@ -273,7 +259,7 @@ def test_version_help_and_tracebacks(main, tmp_path):
 COMMANDS = typer.main.get_command(app.app).commands
 
 
-def test_version_and_help_import_neither_torch_nor_transformers():
+def test_version_and_help_import_neither_torch_nor_transformers(tmp_path):
     lines = [["--version"], ["--help"], *([name, "--help"] for name in COMMANDS)]
     code = (
         "import sys\n"
@@ -283,8 +269,9 @@ def test_version_and_help_import_neither_torch_nor_transformers():
         "    try:\n        main()\n    except SystemExit as exit_of:\n"
         "        print(arguments, exit_of.code, sorted({'torch', 'transformers'} & set(sys.modules)))\n"
     )
-    where = {"cwd": Path(__file__).resolve().parents[2], "check": True}
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **where).stdout
+    (tmp_path / "hf-longspec").write_text(code)  # the name of the installed command
+    words, where = [sys.executable, str(tmp_path / "hf-longspec")], {"PYTHONPATH": str(Path(__file__).parents[2])}
+    output = subprocess.run(words, env=os.environ | where, capture_output=True, text=True, check=True).stdout
     assert all(f"{line} 0 []\n" in output for line in lines)
 
 
