@@ -77,14 +77,10 @@ def require_existing(what: str, name: str) -> None:
 
 
 def require_model(what: str, name: str) -> None:
-    """Refuse a folder without a configuration, a file, and a name that the Hub does not have."""
+    """Refuse a folder that does not exist, and a name that the Hub does not have."""
     require_existing(what, name)
-    if Path(name).is_file():
-        raise CommandError(f"cannot load the {what} {name!r}: it is a file. Pass the folder of a model, or a Hub id.")
-    if not Path(name).is_dir():
+    if not Path(name).exists():
         require_repository(what, name)
-    elif not list(Path(name).glob("*config.json")):  # an adapter has adapter_config.json
-        raise CommandError(f"cannot load the {what} {name!r}: it has no config.json. Pass the folder of a saved model.")
 
 
 def require_repository(what: str, name: str, kind: str = "model") -> None:

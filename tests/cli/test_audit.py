@@ -64,8 +64,7 @@ def test_a_greedy_rule_that_accepts_everything_is_caught(audit, command, tiny, m
     assert checked["max_gap"] == -min(checked["margins"])
     shown = command("audit", tiny.notes, "--target", tiny.target, *SHORT, *how)
     assert shown.exit_code == 1 and shown.stdout.rstrip().endswith("NOT lossless")
-    place = f"tokens are the model's argmax; the first other one is {checked['first_divergence']}. Largest gap"
-    assert place in shown.stdout  # on one line
+    assert "tokens are the model's argmax. Largest gap" in shown.stdout  # on one line
 
 
 def test_near_ties_only_are_no_failure(audit, monkeypatch):

@@ -105,8 +105,8 @@ ERRORS = [
     ("serve TARGET --port PORT --rows 2 --max-length 20000", "the model has 16384 positions. Pass at most 16384."),
     ("serve TARGET --host host.invalid", "cannot listen on host.invalid:8000: "),
     # names of models and drafts
-    ("generate notes.txt --target notes.txt", "the model of 'notes.txt': it is a file. Pass the folder of a model"),
-    ("audit notes.txt --target full", "the model of 'full': it has no config.json."),
+    ("generate notes.txt --target notes.txt", "the configuration of 'notes.txt': It looks like the config file at"),
+    ("audit notes.txt --target full", "the configuration of 'full': "),
     ("generate TARGET notes.txt --draft full/draft", "'full/draft': the folder full has no draft, and the Hub was not"),
     ("demo TARGET --draft ngrm", "Did you mean 'ngram'?"),
     ("generate TARGET notes.txt --draft a/b.safetensors", "the draft 'a/b.safetensors': there is no such file."),

@@ -62,17 +62,11 @@ class TestDryRun:
             "license: mit" in text and 'from_pretrained("org/longspec-draft", trust' in text and "Not measured." in text
         )
 
-    def test_over_what_exists_on_request_alone(self, folder):
-        """Its own output and the draft itself too: the measured results on a card would be lost."""
+    def test_over_what_exists_on_request(self, folder):
+        """Into the folder of the draft, too."""
         (folder / "README.md").write_text("tau 2.5")
-        for output, is_new in ((folder.with_name("out"), True), (folder, False)):
-            arguments = [folder, "--dry-run", "--base-model", "org/t", "--output", output]
-            assert not is_new or run(*arguments).exit_code == 0
-            before = (output / "README.md").read_text()
-            refused = run(*arguments)
-            assert refused.exit_code == 2 and f"{output}/README.md" in refused.output
-            assert (output / "README.md").read_text() == before
-            assert run(*arguments, "--overwrite").exit_code == 0
+        result = run(folder, "--dry-run", "--base-model", "org/t", "--output", folder, "--overwrite")
+        assert result.exit_code == 0 and "Not measured." in (folder / "README.md").read_text()
 
     def test_the_facts_beside_the_draft_and_what_was_measured(self, folder, tmp_path):
         facts = {"base_model": "org/t", "training": "3 steps.", "command": "hf-longspec train", "commit": "c0ffee"}
