@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from . import BUILTIN
 
@@ -159,13 +158,3 @@ def cut_windows(documents: Sequence[torch.Tensor], window: int, count: int) -> t
     """`(count, window)` token ids, see [`window_starts`]."""
     starts = window_starts([len(document) for document in documents], window, count)
     return torch.stack([documents[index][offset : offset + window] for index, offset in starts])
-
-
-def left_padded(prompts: Sequence[torch.Tensor], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(B, T)` token ids and attention mask.
-
-    >>> [part.tolist() for part in left_padded([torch.tensor([5]), torch.tensor([6, 7])], 0)]
-    [[[0, 5], [6, 7]], [[0, 1], [1, 1]]]
-    """
-    ids = pad_sequence(list(prompts), True, pad_token_id, padding_side="left")
-    return ids, pad_sequence([torch.ones_like(prompt) for prompt in prompts], True, padding_side="left")

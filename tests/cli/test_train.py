@@ -177,7 +177,7 @@ def test_lora_saves_an_adapter(run, recipe, tmp_path):
         (["--set", "draft.windw=3"], "unknown key 'windw' in draft: did you mean window?"),
         (["--set", "lora={rank: 3}"], "unknown key 'rank' in lora"),
         (["--set", "training.output_dir=null"], "training has no output_dir"),
-        (["--set", "dataset=null"], "has no dataset: a recipe needs target, training, dataset"),
+        (["--set", "dataset=null"], "Field 'dataset' expected a dict, got NoneType"),
         (["--set", "dtype=int8"], "'dtype' expected one of ('auto', 'float32', 'bfloat16', 'float16'), got int8"),
         (["--set", "pack.size=3"], "pack is 25 in the recipe, not a mapping"),
         (["--set", "pack=0"], "pack: 0 in the recipe: expected the number of tokens per row, at least 1."),
