@@ -76,9 +76,9 @@ def train(recipe: Recipe, resume: bool) -> None:
     tokenizer = load_tokenizer(recipe.target) if has_text else None
     with args.main_process_first(desc="loading of the dataset"):  # the others find it in the cache
         train_rows, eval_rows = (load_rows(source, recipe.pack, tokenizer, args) for source in sources)
-    extra = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
     with loading(recipe.target, "model of"):
-        target = AutoModelForCausalLM.from_pretrained(recipe.target, dtype=recipe.dtype, **extra)
+        how = {"dtype": recipe.dtype, "attn_implementation": recipe.attn_implementation}
+        target = AutoModelForCausalLM.from_pretrained(recipe.target, **how)
     set_seed(args.seed)  # a new draft is drawn: the same in every run and every process
     draft = make_draft(recipe, target)
     size = None if isinstance(recipe.draft, str) else getattr(draft.config, "draft_vocab_size", None)
