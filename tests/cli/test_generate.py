@@ -192,27 +192,22 @@ def test_an_interrupted_text_stays(command, tiny, expected, monkeypatch):
     assert "nterrupted" in line and "speculation" not in line and "partial" not in line
 
 
-def test_texts_with_a_structure(command, tiny, target, tmp_path):
+@pytest.mark.parametrize("option", ["--json-schema", "--regex"])
+def test_texts_with_a_structure(command, tiny, target, tmp_path, option):
     """As plain `generate` with the same processor, alone and in a batch of rows."""
-    schema = {"type": "array", "items": {"enum": ["on", "off"]}, "minItems": 2, "maxItems": 3}
+    schema, regex = {"type": "array", "items": {"enum": ["on", "off"]}, "maxItems": 3}, "(left|right), [0-9]{3}"
     (tmp_path / "schema.json").write_text(json.dumps(schema))
     model, tokenizer = target
-    for option, value, structure in (
-        ("--json-schema", tmp_path / "schema.json", {"json_schema": schema}),
-        ("--regex", "(left|right), [0-9]{3}", {"regex": "(left|right), [0-9]{3}"}),
-    ):
-        processor = StructuredOutput(tokenizer, **structure)
-        out = model.generate(
-            **tokenizer("Which? ", return_tensors="pt"),
-            logits_processor=[processor],
-            max_new_tokens=30,
-            do_sample=False,
-        )
-        text = tokenizer.decode(out[0, 7:], skip_special_tokens=True)
-        common = ["--target", tiny.target, "--max-new-tokens", 30, option, value]
-        result = command("generate", "--prompt", "Which? ", *common, "--draft", "grammar")
-        assert result.exit_code == 0 and result.stdout == text + "\n", result.output
-        (tmp_path / "rows.jsonl").write_text('{"prompt": "Which? "}\n{"prompt": "A longer one: which? "}\n')
-        rows = tmp_path / f"texts{option}.jsonl"
-        assert command("generate", "--data", tmp_path / "rows.jsonl", "--output", rows, *common).exit_code == 0
-        assert json.loads(rows.read_text().splitlines()[0])["text"] == text
+    processor = StructuredOutput(tokenizer, **({"regex": regex} if option == "--regex" else {"json_schema": schema}))
+    how = {"logits_processor": [processor], "max_new_tokens": 30, "do_sample": False}
+    out = model.generate(**tokenizer("Which? ", return_tensors="pt"), **how)
+    text = tokenizer.decode(out[0, 7:], skip_special_tokens=True)
+    common = ["--target", tiny.target, "--max-new-tokens", 30]
+    common += [option, regex if option == "--regex" else tmp_path / "schema.json"]
+    result = command("generate", "--prompt", "Which? ", *common, "--draft", "grammar")
+    assert result.exit_code == 0 and result.stdout == text + "\n", result.output
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Which? "}\n{"prompt": "A longer one: which? "}\n')
+    data = ["--data", tmp_path / "rows.jsonl", "--output", tmp_path / "texts.jsonl"]
+    assert command("generate", *data, *common).exit_code == 0
+    records = map(json.loads, (tmp_path / "texts.jsonl").read_text().splitlines())
+    assert {record["row"]: record["text"] for record in records}[0] == text

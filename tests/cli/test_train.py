@@ -211,14 +211,3 @@ def test_a_diverged_run_has_its_own_exit_status(run, recipe, target, tmp_path):
     status, output = run("train", "--config", recipe, target=tmp_path / "broken")
     assert status == 1
     assert "error: the loss at step 1 is nan" in output
-
-
-@pytest.mark.parametrize("name", ["multi_gpu", "fsdp", "deepspeed"])
-def test_accelerate_reads_its_configurations(name):
-    config_args = pytest.importorskip("accelerate.commands.config.config_args")
-    config = config_args.load_config_from_file(str(RECIPES / "accelerate" / f"{name}.yaml"))
-    assert config.distributed_type.value == name.upper()
-    assert config.num_processes == 8
-    if name == "fsdp":
-        # a class to wrap would have to be in every kind of draft
-        assert config.fsdp_config["fsdp_auto_wrap_policy"] == "NO_WRAP"
