@@ -39,17 +39,13 @@ def test_json_has_every_backend_with_the_reason_against_it_and_no_paths(monkeypa
     assert found["backends"]["hf_longspec_torch"]["bfloat16"] == "cannot load ... for torch.bfloat16"
 
 
-@pytest.mark.parametrize("in_checkout", [True, False])
-def test_the_commit_is_that_of_this_project_or_none(monkeypatch, command, tmp_path, in_checkout):
+def test_the_commit_is_that_of_this_project_or_none(monkeypatch, command, tmp_path):
     """An environment inside somebody else's repository does not report that repository's commit."""
-    monkeypatch.setattr(env, "environment", lambda: dict.fromkeys(
-        ("python", "torch", "cpu", "usable_cores", "threads", "memory_gib"), 1
-    ) | {"commit": "abc"})  # fmt: skip
-    package = tmp_path / ("own" if in_checkout else "other/site-packages")
-    (package / "hf_longspec" / "cli").mkdir(parents=True)
-    (tmp_path / ("own" if in_checkout else "other") / ".git").mkdir()
-    monkeypatch.setattr(env, "__file__", str(package / "hf_longspec" / "cli" / "env.py"))
-    assert json.loads(command("env", "--json").stdout)["commit"] == ("abc" if in_checkout else None)
+    monkeypatch.setattr(env, "git_commit", lambda: "abc")
+    for folder, commit in (("own", "abc"), ("other/site-packages", None)):
+        (tmp_path / folder.partition("/")[0] / ".git").mkdir(parents=True)
+        monkeypatch.setattr(env, "__file__", str(tmp_path / folder / "hf_longspec" / "cli" / "env.py"))
+        assert json.loads(command("env", "--json").stdout)["commit"] == commit
 
 
 @pytest.mark.parametrize(
