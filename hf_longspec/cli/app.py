@@ -79,7 +79,12 @@ def generate(
     batch: Annotated[int, number(1, "Rows of --data that are continued at once.", most=options.MOST_ROWS)] = 8,
     resume: Annotated[bool, option("Continue the --output of an interrupted run.", "--resume")] = False,
     shard: Annotated[
-        Any, option("Of --data, the rows whose number modulo n is i, for one of n processes.", **options.SHARD)
+        Any,
+        option(
+            "Of --data, the rows whose number modulo n is i, for one of n processes.",
+            parser=options.parse_shard,
+            metavar="<i/n>",
+        ),
     ] = None,
     show_drafts: Annotated[bool, option("Colour the drafted tokens.", "--show-drafts")] = False,
     overwrite: options.Overwrite = False,

@@ -155,17 +155,7 @@ class Bench:
                         say(f"Left out after {context} tokens: {name}: {reason}", stderr=True)
                 progress.update()
             for name, call in calls.items():
-                self.write(
-                    "run",
-                    context=context,
-                    method=name,
-                    turn=turn,
-                    text=self._verdict(name, ids, calls),
-                    tokens=call.tokens,
-                    steps=call.steps,
-                    seconds=call.decode_seconds,
-                    ttft_seconds=call.ttft_seconds,
-                )
+                self.write(**record_of(call, context, name, turn, self._verdict(name, ids, calls)))
 
     def _call(self, name: str, ids: torch.Tensor, tokens: int, seed: int) -> Measurement:
         decoding = sampling(self.args.temperature)
@@ -188,6 +178,21 @@ class Bench:
         if not greedy and self.model.dtype != torch.float32 and not torch.equal(calls[name].text, reference.text):
             return NOT_COMPARED  # the audit compares with the argmax only
         return judge(self.model, ids.to(self.model.device), calls[name], reference)
+
+
+def record_of(call: Measurement, context: int, method: str, turn: int, text: str) -> Record:
+    """One call for JSON; `text` is the verdict on its text."""
+    return {
+        "kind": "run",
+        "context": context,
+        "method": method,
+        "turn": turn,
+        "text": text,
+        "tokens": call.tokens,
+        "steps": call.steps,
+        "seconds": call.decode_seconds,
+        "ttft_seconds": call.ttft_seconds,
+    }
 
 
 def rows_of(records: Iterable[Record]) -> list[Record]:

@@ -12,7 +12,7 @@ from transformers.utils import CONFIG_NAME
 from ..cli import BUILTIN, CommandError, options
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..streaming import FileStreamer
-from .bench import name_of, rows_of, show, ungated
+from .bench import name_of, record_of, rows_of, show, ungated
 from .measuring import FAILED, HF, PLAIN, HfMethod, Measurement, judge, run_call
 from .models import LoadedModels, describe_device, load_models, open_draft, positions_of
 from .progress import PromptProgress, noticing_others, say
@@ -53,19 +53,7 @@ def run(args: SimpleNamespace) -> bool:
                 for turn, method in enumerate(order)
             }
         texts = {method: judge(model, ids, calls[method], calls[HF]) for method in methods}
-    rows = rows_of(
-        {
-            "kind": "run",
-            "context": ids.shape[1],
-            "method": method,
-            "turn": 0,
-            "text": texts[method],
-            "tokens": calls[method].tokens,
-            "steps": calls[method].steps,
-            "seconds": calls[method].decode_seconds,
-        }
-        for method in methods
-    )
+    rows = rows_of(record_of(calls[method], ids.shape[1], method, 0, texts[method]) for method in methods)
     show(rows)
     if wrong := [method for method in methods if texts[method] in FAILED]:
         say(f"Wrong text: {', '.join(wrong)}. Please report this.")

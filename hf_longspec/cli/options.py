@@ -56,9 +56,6 @@ def parse_shard(text: Any) -> tuple[int, int]:
     return int(number), int(count)
 
 
-SHARD: dict[str, Any] = {"parser": parse_shard, "metavar": "<i/n>"}
-
-
 def require_sources(names: Iterable[str]) -> None:
     """Refuse missing files and datasets. The Hub is not asked for a name that is that of a file or lies in a folder."""
     for name in names:
