@@ -73,14 +73,8 @@ def audit_prompt(
     for draft in (None, loaded.draft):
         task = f"{name}: {'plain generate' if draft is None else loaded.draft_name}"
         how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
-        with PromptProgress(loaded.model, ids.shape[1], f"{task}, reading the prompt") as progress:
-
-            def arrived(count: int, progress: Progress = progress, task: str = task) -> None:
-                if count == 1:
-                    progress.next(task, max_new_tokens)
-                progress.update()
-
-            clock = TokenClock(on_arrival=arrived)
+        with PromptProgress(loaded.model, ids.shape[1], task, max_new_tokens) as progress:
+            clock = TokenClock(on_arrival=progress.arrived)
             texts.append(loaded.model.generate(ids, assistant_model=draft, streamer=clock, **how))
     compared = compare(loaded.model, texts[0], texts[1], ids.shape[1], max_new_tokens, eps)
     return compared, loaded.draft.last_speculation.mean_acceptance_length

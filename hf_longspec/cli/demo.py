@@ -105,16 +105,13 @@ def measure(
 
     call(ids[:, -WARM_UP_PROMPT:], WARM_UP_TOKENS)  # the first call is slow, and not measured
     console = Console(highlight=False, soft_wrap=True)
-    with PromptProgress(loaded.model, ids.shape[1], f"{name}: reading the prompt") as bar:
+    with PromptProgress(loaded.model, ids.shape[1], name, 0 if shown else tokens) as bar:
 
         def arrived(count: int) -> None:
+            bar.arrived(count)
             if count == 1 and shown:  # the prompt has been read
-                bar.close()
                 tail = loaded.tokenizer.decode(ids[0], skip_special_tokens=True)[-TAIL_CHARACTERS:]
                 console.print(tail, style="dim", end="", markup=False)
-            elif count == 1:
-                bar.next(f"{name}: decoding", tokens)
-            bar.update()
 
         text = FileStreamer(loaded.tokenizer, sys.stdout) if shown else None
         measured = call(ids, tokens, on_arrival=arrived, text=text)

@@ -131,19 +131,11 @@ def decode(
 ) -> tuple[list[list[int]], SpeculationStats]:
     """Generate, with a bar while the prompt is read, and until the end unless the text itself shows the progress."""
     text = FileStreamer(loaded.tokenizer, sys.stdout) if is_streamed else None
-    draft = loaded.draft
-    with PromptProgress(loaded.model, ids.shape[1], "Reading the prompt") as progress:
-
-        def arrived(tokens: int) -> None:
-            if tokens == 1 and is_streamed and sys.stdout.isatty():  # the prefill is over
-                progress.close()
-            elif tokens == 1:
-                progress.next("Generating", args.samples * args.max_new_tokens)
-            progress.update(args.samples)
-
-        rows = ids.repeat_interleave(args.samples, 0)
-        mask, clock = torch.ones_like(rows), TokenClock(args.samples, on_arrival=arrived, text=text)
-        how |= {"attention_mask": mask, "max_new_tokens": args.max_new_tokens}
+    draft, rows = loaded.draft, ids.repeat_interleave(args.samples, 0)
+    how |= {"attention_mask": torch.ones_like(rows), "max_new_tokens": args.max_new_tokens}
+    new = 0 if is_streamed and sys.stdout.isatty() else args.samples * args.max_new_tokens
+    with PromptProgress(loaded.model, ids.shape[1], "Generating", new, args.samples) as progress:
+        clock = TokenClock(args.samples, on_arrival=progress.arrived, text=text)
         try:
             sequences = loaded.model.generate(rows, assistant_model=draft, streamer=clock, **how)
         except KeyboardInterrupt:

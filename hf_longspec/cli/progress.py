@@ -52,22 +52,25 @@ class Progress(tqdm):
         """Return what shows a text; lines where no terminal could go back to their beginning."""
         return tqdm.status_printer(file) if file.isatty() else lambda text: print(text, file=file) if text else None
 
-    def next(self, text: str, total: int) -> None:
-        """Begin another task in place of the present one."""
-        self.set_description_str(text, refresh=False)
-        self.n, self.last_print_n, self.total = 0, 0, total
-        self.start_t = self.last_print_t = time.time()
-
 
 class PromptProgress(Progress):
-    """The tokens of a prompt that the decoder layers have read, until the bar is closed or another task begins."""
+    """The tokens of a prompt that the decoder layers have read, then those that are generated.
 
-    def __init__(self, model: PreTrainedModel, num_tokens: int, text: str):
+    Args:
+        model (`PreTrainedModel`): The target.
+        num_tokens (`int`): Tokens of the prompt.
+        name (`str`): What is done.
+        new_tokens (`int`): Tokens that are generated, all rows together; 0 to close the bar at the first one.
+        rows (`int`, *optional*): Rows of the batch.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_tokens: int, name: str, new_tokens: int, rows: int = 1):
         count = model.config.get_text_config(decoder=True).num_hidden_layers
         lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
         self._layers: list[Any] = next((list(layers) for layers in lists if len(layers) == count), [])
         self._hooks = [layer.register_forward_hook(self._has_run, with_kwargs=True) for layer in self._layers]
-        super().__init__(num_tokens, text, "tokens")
+        self._name, self._new_tokens, self._rows = name, new_tokens, rows
+        super().__init__(num_tokens, f"{name}, reading the prompt", "tokens")
 
     def _has_run(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         states = args[0] if args else kwargs.get("hidden_states")
@@ -75,9 +78,16 @@ class PromptProgress(Progress):
             # the last tokens may run again
             self.update(min(states.shape[1] / len(self._layers), self.total - self.n))
 
-    def next(self, text: str, total: int) -> None:
-        self._unhook()
-        super().next(text, total)
+    def arrived(self, count: int) -> None:
+        """Note that the rows have `count` new tokens each, one more than before."""
+        if count == 1 and not self._new_tokens:
+            self.close()
+        elif count == 1:
+            self._unhook()
+            self.set_description_str(self._name, refresh=False)
+            self.n, self.last_print_n, self.total = 0, 0, self._new_tokens
+            self.start_t = self.last_print_t = time.time()
+        self.update(self._rows)
 
     def close(self) -> None:
         self._unhook()

@@ -12,13 +12,13 @@ from tests.tiny_targets import tiny_target
 
 def test_the_prompt_is_counted_in_tokens():
     model = tiny_target("llama")
-    bar = progress.PromptProgress(model, 48, "Reading")
+    bar = progress.PromptProgress(model, 48, "Generating", 8, rows=2)
     with torch.no_grad():
         model(torch.ones(1, 24, dtype=torch.long))
-    assert str(bar).startswith("Reading:  50%") and "24 of 48 tokens" in str(bar)
-    bar.next("Generating", 8)
+    assert str(bar).startswith("Generating, reading the prompt:  50%") and "24 of 48 tokens" in str(bar)
+    bar.arrived(1)
     model(torch.ones(1, 24, dtype=torch.long))
-    assert "Generating:   0%" in str(bar) and "0 of 8 tokens" in str(bar)
+    assert str(bar).startswith("Generating:  25%") and "2 of 8 tokens" in str(bar)
     bar.close()
 
 
