@@ -30,7 +30,10 @@ def run(args: SimpleNamespace) -> bool:
     if args.draft == options.AUTO:
         raise CommandError(f"--draft {args.draft} chooses a draft, and here drafts are compared. Name one.")
     args.target = args.target or tiny_target()
-    name, document = read_document() if args.file is None else options.read_text(args.file, None)
+    if args.file is None:
+        name, document = "a module of the standard library", read_source(BUILTIN)[0]
+    else:
+        name, document = options.read_text(args.file, None)
     names = draft_names(args.target, args.draft)
     with load_models(args, names) as loaded:
         loaded.require_room("the shortest prompt", 1, args.max_new_tokens)
@@ -77,13 +80,6 @@ def tiny_target() -> str:
             f"the tiny target is not at {folder}. Run this in a checkout of the repository, or pass --target."
         )
     return str(folder)
-
-
-def read_document() -> tuple[str, str]:
-    modules = read_source(BUILTIN)
-    if not modules:  # a distribution may leave sources out
-        raise CommandError("this Python has no sources of its library. Pass a text with --file.")
-    return "a module of the standard library", modules[0]
 
 
 def draft_names(target: str, draft: str | None) -> list[str]:

@@ -29,7 +29,9 @@ def read_source(source: str, column: str | None = None) -> list[str]:
     path = Path(source)
     if source == BUILTIN:
         library = Path(sysconfig.get_paths()["stdlib"])
-        return _texts([file for name in HELD_OUT if (file := library / f"{name}.py").exists()])
+        if not (modules := [file for name in HELD_OUT if (file := library / f"{name}.py").exists()]):
+            raise ValueError("this Python has no sources of its library. Pass a text.")
+        return _texts(modules)
     if path.is_dir() and (files := sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES)):
         return _texts(files)
     if path.is_file() and path.suffix not in (".jsonl", ".json"):
