@@ -13,11 +13,11 @@ import time
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks import harness
 from hf_longspec import Batcher
 from hf_longspec.cli.measuring import TokenClock
-from hf_longspec.cli.texts import left_padded
 from hf_longspec.modeling.register_draft import DRAFTS
 
 PROMPT, OUTPUT = (16, 384), (16, 512)
@@ -36,7 +36,9 @@ def by_length(model: Any, draft: Any, requests: list[tuple[torch.Tensor, int]], 
     ordered = sorted(requests, key=lambda request: len(request[0]), reverse=True)
     for start in range(0, len(ordered), rows):
         batch = ordered[start : start + rows]
-        ids, mask = left_padded([prompt for prompt, _ in batch], 0)
+        prompts = [prompt for prompt, _ in batch]
+        ids = pad_sequence(prompts, True, padding_side="left")
+        mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], True, padding_side="left")
         new = max(count for _, count in batch)
         model.generate(
             ids, attention_mask=mask, assistant_model=draft, pad_token_id=0, max_new_tokens=new, do_sample=False

@@ -124,7 +124,7 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
     corpora, origins = [], []
     for source in sources or [STDLIB]:
         documents = read_source(BUILTIN if source == STDLIB else source)
-        encoded = [encode(tokenizer, document.text) for document in documents]
+        encoded = [encode(tokenizer, document) for document in documents]
         lengths = [len(ids) for ids in encoded]
         room = sum(length // window for length in lengths)
         origins.append({"source": Path(source).name, "tokens": sum(lengths), "disjoint_windows": room})

@@ -28,7 +28,7 @@ import hf_longspec
 place = Path(hf_longspec.__file__)
 assert place.is_relative_to(sys.prefix), place
 assert version("hf_longspec") == hf_longspec.__version__
-for name in ("py.typed", "cli/page.html", "hub/templates/longspec_draft.py"):
+for name in ("py.typed", "hub/templates/longspec_draft.py"):
     assert (place.parent / name).is_file(), name
 sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).eval()

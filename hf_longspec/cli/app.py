@@ -14,19 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
-try:
-    import typer
-
-    from . import BUILTIN, PYDANTIC, options
-    from .options import INPUT_ERROR, INTERRUPTED, flag, number, output, text
-except ModuleNotFoundError as error:
-    missing = (error.name or "").partition(".")[0]
-    if missing not in ("typer", "rich"):
-        raise
-    print(f"error: hf-longspec needs {missing}, which is not installed: pip install typer rich", file=sys.stderr)
-    sys.exit(2)
+import typer
 
 from hf_longspec import __version__
+
+from . import BUILTIN, PYDANTIC, options
+from .options import INPUT_ERROR, INTERRUPTED, number, option
 
 # Errors of the click that typer contains, or of the installed one: versions of typer differ.
 USAGE_ERROR: Any = typer.BadParameter.__base__
@@ -69,27 +62,31 @@ def generate(
     top_k: Annotated[int, number(0, "Sample from the k most likely tokens; 0 for all.")] = 0,
     repetition_penalty: Annotated[float, number(0, "Values above 1 penalise tokens of the text.", above=True)] = 1.0,
     json_schema: Annotated[
-        Path | None, text("File with a JSON schema. The text is JSON that follows it.", show_default=False)
+        Path | None, option("File with a JSON schema. The text is JSON that follows it.", show_default=False)
     ] = None,
-    regex: Annotated[str | None, text("Regular expression that the whole text matches.", show_default=False)] = None,
+    regex: Annotated[str | None, option("Regular expression that the whole text matches.", show_default=False)] = None,
     samples: Annotated[int, number(1, "Texts to sample, as one batch.", most=options.MOST_ROWS)] = 1,
-    chat: Annotated[bool, flag("--chat", "Apply the chat template to the text.")] = False,
+    chat: Annotated[bool, option("Apply the chat template to the text.", "--chat")] = False,
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
     device: options.Device = None,
     seed: options.Seed = None,
     data: Annotated[
-        str | None, options.named("Continue every row of JSON lines or of a dataset of the Hub, instead of a text.")
+        str | None, option("Continue every row of JSON lines or of a dataset of the Hub, instead of a text.")
     ] = None,
-    column: Annotated[str | None, options.key("Key or column of the prompts in --data. Default: prompt.")] = None,
-    output: Annotated[Path | None, output("File for the texts of --data.", suffix=".jsonl")] = None,
+    column: Annotated[str | None, option("Key or column of the prompts in --data. Default: prompt.")] = None,
+    output: Annotated[Path | None, option("File for the texts of --data.")] = None,
     batch: Annotated[int, number(1, "Rows of --data that are continued at once.", most=options.MOST_ROWS)] = 8,
-    resume: Annotated[bool, flag("--resume", "Continue the --output of an interrupted run.")] = False,
+    resume: Annotated[bool, option("Continue the --output of an interrupted run.", "--resume")] = False,
     shard: Annotated[
-        Any, text("Of --data, the rows whose number modulo n is i, for one of n processes.", **options.SHARD)
+        Any,
+        option(
+            "Of --data, the rows whose number modulo n is i, for one of n processes.",
+            parser=options.parse_shard,
+            metavar="<i/n>",
+        ),
     ] = None,
-    show_drafts: Annotated[bool, flag("--show-drafts", "Colour the drafted tokens.")] = False,
-    html: Annotated[Path | None, output("Write an HTML page with the drafted tokens marked.")] = None,
+    show_drafts: Annotated[bool, option("Colour the drafted tokens.", "--show-drafts")] = False,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
 ) -> None:
@@ -97,7 +94,7 @@ def generate(
 
     The text is the same as without the draft. Statistics are printed to standard error.
 
-    With --show-drafts, accepted drafted tokens are blue and underlined. --html FILE writes the same as a web page.
+    With --show-drafts, accepted drafted tokens are blue and underlined.
 
     With --data, --batch rows are continued at once, the longest prompts first; one that ends gives its place to the
     next, and its line is appended to --output. The seed of a row is --seed plus its number.
@@ -107,8 +104,6 @@ def generate(
 
     - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --max-new-tokens 512
     - hf-longspec generate --prompt "The lighthouse" --target Qwen/Qwen3-0.6B --draft ngram --show-drafts
-    - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --draft org/draft --html notes.html
-    - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 --json
     - hf-longspec generate --prompt "A cat as JSON: " --target Qwen/Qwen3-0.6B --json-schema cat.json
     - hf-longspec generate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output texts.jsonl --batch 16
 
@@ -155,49 +150,10 @@ def audit(
 
 
 @command
-def tune(
-    target: options.Target,
-    file: Annotated[Path | None, typer.Argument(help="Sample text of your use; - for standard input.")] = None,
-    prompt: options.Prompt = None,
-    draft: Annotated[str, options.named("Hub id or folder of a draft, or specattn.")] = "specattn",
-    output: Annotated[Path | None, output("New folder for the tuned draft.", options.require_writable_folder)] = None,
-    overwrite: options.Overwrite = False,
-    dry_run: Annotated[bool, flag("--dry-run", "Measure, but do not change the draft.")] = False,
-    context: Annotated[int, number(32, "Tokens per prompt.")] = 4096,
-    prompts: Annotated[int, number(1, "Number of prompts, spread over the text.")] = 2,
-    batch: Annotated[int, number(1, "Prompts per batch.", most=options.MOST_ROWS)] = 1,
-    max_new_tokens: Annotated[int, number(4, "Tokens per prompt and run.")] = 64,
-    repeats: Annotated[int, number(1, "Runs per candidate; the median counts.")] = 3,
-    sample: Annotated[bool, flag("--sample", "Sample at temperature 1 instead of greedy decoding.")] = False,
-    setting: options.Setting = None,
-    dtype: options.Dtype = options.DtypeName.auto,
-    device: options.Device = None,
-    as_json: options.Json = False,
-) -> None:
-    """Find the fastest settings of a draft for your text and machine, and save them in the draft.
-
-    SpecAttn: sparse_ratio and num_assistant_tokens, in the three steps of SpecAttn's paper. LongSpec: the
-    widths of its tree. TokenSwift: the branching of its tree. EAGLE-3: rope_theta and target_layer_ids, which
-    checkpoints may declare wrongly, then the widths of its tree. Prompts are taken from the text and prefilled once.
-
-    The present settings are kept unless others are faster by more than noise. A draft in a local folder gets a new
-    generation_config.json, written atomically; other drafts are saved to --output.
-
-    Examples:
-
-    - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --dry-run
-    - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --context 16384 --output tuned
-    - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --draft ./draft
-
-    Exit status: 0, also if the present settings are kept; 2 for what cannot be run; 130 after Ctrl-C.
-    """
-
-
-@command
 def serve(
     target: options.Target,
     draft: options.Draft = "ngram",
-    host: Annotated[str, text("Address to listen on; 0.0.0.0 for all networks.")] = "127.0.0.1",
+    host: Annotated[str, option("Address to listen on; 0.0.0.0 for all networks.")] = "127.0.0.1",
     port: Annotated[int, number(1, "Port to listen on.", most=65535)] = 8000,
     max_tokens: Annotated[int, number(1, "New tokens that one request may ask for.")] = 8192,
     max_body: Annotated[int, number(1, "Size of a request in MiB.")] = 4,
@@ -249,20 +205,20 @@ def bench(
     target: options.Target,
     draft: Annotated[
         list[str] | None,
-        options.named(f"Hub id or folder of a draft, or one of {options.BY_NAME}. Repeatable. Default: ngram."),
+        option(f"Hub id or folder of a draft, or one of {options.BY_NAME}. Repeatable. Default: ngram."),
     ] = None,
     data: Annotated[
-        str, options.named("Text file, folder of texts, JSON lines, or dataset of the Hub; builtin: Python's library.")
+        str, option("Text file, folder of texts, JSON lines, or dataset of the Hub; builtin: Python's library.")
     ] = BUILTIN,
-    column: Annotated[str | None, options.key("Key or column of the texts in --data. Default: text.")] = None,
-    chat: Annotated[bool, flag("--chat", "Apply the chat template of the target to each text.")] = False,
-    context: Annotated[str, text("Prompt lengths in tokens, such as 2k,8k.")] = "2k",
+    column: Annotated[str | None, option("Key or column of the texts in --data. Default: text.")] = None,
+    chat: Annotated[bool, option("Apply the chat template of the target to each text.", "--chat")] = False,
+    context: Annotated[str, option("Prompt lengths in tokens, such as 2k,8k.")] = "2k",
     batch: Annotated[int, number(1, "Prompts per call.", most=options.MOST_ROWS)] = 1,
     max_new_tokens: Annotated[int, number(2, "Tokens per prompt and call.")] = 64,
     repeats: Annotated[int, number(1, "Runs per method; use at least five for results to report.")] = 5,
     temperature: Annotated[float, number(0, "0 is greedy.")] = 0.0,
     dtype: options.Dtype = options.DtypeName.auto,
-    output: Annotated[Path | None, output("File for each call as a line of JSON.", suffix=".jsonl")] = None,
+    output: Annotated[Path | None, option("File for each call as a line of JSON.")] = None,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
 ) -> None:
@@ -284,25 +240,21 @@ def bench(
 @command
 def demo(
     target: Annotated[
-        str | None, options.named("Hub id or folder of the model. Default: the tiny target of the repository.")
+        str | None, option("Hub id or folder of the model. Default: the tiny target of the repository.")
     ] = None,
     draft: Annotated[
         str | None,
-        options.named(
-            "Hub id or folder of a draft. Default: n-grams and SpecAttn; the tiny target has trained ones too."
-        ),
+        option("Hub id or folder of a draft. Default: n-grams and SpecAttn; the tiny target has trained ones too."),
     ] = None,
-    file: Annotated[Path | None, text("Text to continue. Default: a module of the standard library.")] = None,
-    context: Annotated[
-        int | None, number(1, f"Maximum tokens of the prompt. Default: {options.DEMO_CONTEXT}, or what fits.")
-    ] = None,
+    file: Annotated[Path | None, option("Text to continue. Default: a module of the standard library.")] = None,
+    context: Annotated[int, number(1, "Maximum tokens of the prompt.")] = 6144,
     max_new_tokens: Annotated[int, number(2, "Tokens to generate.")] = 128,
     dtype: options.Dtype = options.DtypeName.float32,
 ) -> None:
     """Compare decoding with and without drafts on one long document.
 
     Streams the text, then prints a table of speed, acceptance, and whether each text equals that of plain generate.
-    Each method runs once, measured as in bench. A prompt that would take more than a minute is shortened.
+    Each method runs once, measured as in bench.
 
     Examples:
 
@@ -316,23 +268,19 @@ def demo(
 
 @command
 def train(
-    config: Annotated[Path, text("YAML recipe, such as recipes/longspec_pretrain.yaml.")],
+    config: Annotated[Path, option("YAML recipe, such as recipes/longspec_pretrain.yaml.")],
     data: Annotated[
         list[str] | None,
-        options.named(
-            "Text files, JSON lines, or Hub ids or folders of datasets, instead of the recipe's.", typer.Argument
-        ),
+        typer.Argument(help="Text files, JSON lines, or Hub ids or folders of datasets, instead of the recipe's."),
     ] = None,
-    column: Annotated[str | None, options.key("Key or column of the texts. Default: text.")] = None,
-    target: Annotated[str | None, options.named("Hub id or folder of the target.")] = None,
-    draft: Annotated[str | None, options.named("Hub id or folder of a draft to continue.")] = None,
-    output_dir: Annotated[
-        Path | None, output("Folder for checkpoints and the draft.", options.require_writable_folder)
-    ] = None,
+    column: Annotated[str | None, option("Key or column of the texts. Default: text.")] = None,
+    target: Annotated[str | None, option("Hub id or folder of the target.")] = None,
+    draft: Annotated[str | None, option("Hub id or folder of a draft to continue.")] = None,
+    output_dir: Annotated[Path | None, option("Folder for checkpoints and the draft.")] = None,
     max_steps: Annotated[int | None, number(1, "Optimizer steps.")] = None,
     learning_rate: Annotated[float | None, number(0, "Peak learning rate.", above=True)] = None,
-    setting: Annotated[list[str] | None, flag("--set", "Any other key of the recipe, such as training.seed=1.")] = None,
-    resume: Annotated[bool, flag("--resume", "Continue from the last complete checkpoint.")] = False,
+    setting: Annotated[list[str] | None, option("Another key of the recipe, such as training.seed=1.", "--set")] = None,
+    resume: Annotated[bool, option("Continue from the last complete checkpoint.", "--resume")] = False,
     overwrite: options.Overwrite = False,
 ) -> None:
     """Train a draft from a recipe.
@@ -352,9 +300,9 @@ def train(
 
 @command
 def convert(
-    source: Annotated[str, options.named("Hub id, folder or weight file of the authors' draft.", make=typer.Argument)],
-    output: Annotated[Path, output("New folder for the converted draft.", options.require_writable_folder)],
-    target: Annotated[str | None, options.named("Hub id, folder or config.json of its target.")] = None,
+    source: Annotated[str, typer.Argument(help="Hub id, folder or weight file of the authors' draft.")],
+    output: Annotated[Path, option("New folder for the converted draft.")],
+    target: Annotated[str | None, option("Hub id, folder or config.json of its target.")] = None,
     overwrite: options.Overwrite = False,
 ) -> None:
     """Convert a checkpoint of EAGLE-3, DFlash, Gemma 4, LongSpec or TokenSwift.
@@ -364,7 +312,6 @@ def convert(
     Examples:
 
     - hf-longspec convert sail/longspec-Llama-3-8B-Instruct-262k --output longspec-llama-3
-    - hf-longspec convert TokenSwift/TokenSwift-Qwen2.5-7B --output tokenswift-qwen
     - hf-longspec convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --output eagle3-llama
     - hf-longspec convert ./draft_model_weights.pth --target my-org/my-target --output my-draft
 
@@ -375,20 +322,20 @@ def convert(
 @command
 def publish(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved draft.")],
-    repo: Annotated[str | None, text("Repository to upload to, owner/name.")] = None,
-    dry_run: Annotated[bool, flag("--dry-run", "Write to a folder instead of uploading.")] = False,
-    output: Annotated[Path | None, text("Folder of a dry run. Default: DIR-hub.")] = None,
+    repo: Annotated[str | None, option("Repository to upload to, owner/name.")] = None,
+    dry_run: Annotated[bool, option("Write to a folder instead of uploading.", "--dry-run")] = False,
+    output: Annotated[Path | None, option("Folder of a dry run. Default: DIR-hub.")] = None,
     overwrite: options.Overwrite = False,
-    acceptance: Annotated[Path | None, text("Markdown file with what you measured, for the card.")] = None,
-    base_model: Annotated[str | None, text("Hub id of the target, such as Qwen/Qwen3-8B.")] = None,
-    license: Annotated[str | None, text("License of the weights, by its id on the Hub, such as mit.")] = None,
-    private: Annotated[bool, flag("--private", "Make a new repository private.")] = False,
+    acceptance: Annotated[Path | None, option("Markdown file with what you measured, for the card.")] = None,
+    base_model: Annotated[str | None, option("Hub id of the target, such as Qwen/Qwen3-8B.")] = None,
+    license: Annotated[str | None, option("License of the weights, by its id on the Hub, such as mit.")] = None,
+    private: Annotated[bool, option("Make a new repository private.", "--private")] = False,
     engine: Annotated[
         str | None,
-        text("Repository for the code, owner/name@commit. Default: one for all drafts of --repo's owner."),
+        option("Repository for the code, owner/name@commit. Default: one for all drafts of --repo's owner."),
     ] = None,
     self_contained: Annotated[
-        bool, flag("--self-contained", "Put the code into the draft's repository, as without --repo.")
+        bool, option("Put the code into the draft's repository, as without --repo.", "--self-contained")
     ] = False,
 ) -> None:
     """Publish a draft on the Hub with its code and a model card.
@@ -399,7 +346,6 @@ def publish(
 
     - hf-longspec publish runs/longspec --dry-run --base-model Qwen/Qwen3-8B
     - hf-longspec publish runs/longspec --repo org/longspec-draft --base-model Qwen/Qwen3-8B --license apache-2.0
-    - hf-longspec publish runs/longspec --dry-run --acceptance measured.md
     - hf-longspec publish runs/longspec --repo org/longspec-draft --base-model Qwen/Qwen3-8B --engine org/engine
 
     Exit status: 0; 2 for what cannot be published.
@@ -414,7 +360,7 @@ def _print_version(is_set: bool) -> None:
 
 @app.callback()
 def hf_longspec(
-    version: Annotated[bool, flag("--version", "Show the version.", is_eager=True, callback=_print_version)] = False,
+    version: Annotated[bool, option("Show the version.", "--version", is_eager=True, callback=_print_version)] = False,
 ) -> None:
     """Lossless speculative decoding at long context."""
 

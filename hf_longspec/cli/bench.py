@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_longspec import __version__
 
 from ..auditing import EXACT, NEAR_TIE
-from ..cli import CommandError, models, one_line, options
+from ..cli import BUILTIN, CommandError, one_line, options
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from .env import environment
 from .files import Record, claim, replace_file
@@ -37,9 +37,9 @@ from .measuring import (
     significant,
     summarize,
 )
-from .models import Progress, noticing_others
-from .options import name_of
-from .texts import MAX_DOCUMENTS, Document, around_a_message, cut_windows, encode, read_source
+from .models import describe_device, load_models, open_draft
+from .progress import Progress, noticing_others, say
+from .texts import around_a_message, cut_windows, encode, read_source
 
 # The first call of a method is slow, on a GPU for each length of a prompt.
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 8
@@ -53,23 +53,28 @@ NOTE = (
 
 
 def run(args: SimpleNamespace) -> int:
-    read_options(args)
-    with models.quiet(progress_bars=not Path(args.target).is_dir()):
-        limit = models.positions_of(config := models.load_config(args.target))
-        for draft in args.draft:
-            models.check_draft(draft, config)
-        if max(args.context) + args.max_new_tokens > limit:
-            raise CommandError(
-                f"--context {max(args.context)} and {args.max_new_tokens} new tokens exceed the {limit} positions of "
-                f"{args.target}. Pass a shorter --context."
-            )
-        tokenizer, count = models.load_tokenizer(args.target), args.repeats * args.batch
-        prompts = {size: prompts_of(tokenizer, args.documents, size, count, args.chat) for size in args.context}
-        model = endless(models.load_target(args.target, models.dtype_of(args.dtype, models.default_device())))
-        methods = {HF: HfMethod(), PLAIN: PlainDraftModel.from_target(model), **load_drafts(args.draft, model)}
-        bench, interrupted = Bench(args, model, methods), False
+    args.draft = args.draft or ["ngram"]
+    if options.AUTO in args.draft:
+        raise CommandError(f"--draft {options.AUTO} chooses a draft, and here drafts are compared. Name them.")
+    short = [name_of(name) for name in args.draft]
+    if twice := sorted({name for name in short if short.count(name) > 1}):
+        raise CommandError(f"--draft: two drafts have the name {twice[0]!r} in the results. Rename a folder.")
+    args.context = options.lengths("--context", args.context)
+    if args.output is not None:
+        claim(args.output, [args.data], overwrite=args.overwrite, suffix=".jsonl")
+    options.require_sources({args.data} - {BUILTIN})
+    documents, count = read_source(args.data, args.column), args.repeats * args.batch
+    interrupted = False
+    with load_models(args, args.draft) as loaded:
+        loaded.require_room(f"a prompt of --context {max(args.context)}", max(args.context), args.max_new_tokens)
+        prompts = {size: prompts_of(loaded.tokenizer, documents, size, count, args.chat) for size in args.context}
+        model = endless(loaded.model)
+        drafts = {name: ungated(open_draft(full, model)) for name, full in zip(short, args.draft, strict=True)}
+        methods = {HF: HfMethod(), PLAIN: PlainDraftModel.from_target(model), **drafts}
+        bench = Bench(args, model, methods)
         try:
-            with noticing_others(), Progress(len(prompts) * len(methods) * args.repeats) as progress:
+            calls = len(prompts) * len(methods) * args.repeats
+            with noticing_others(), Progress(calls, "Measuring", "calls") as progress:
                 for context, windows in prompts.items():
                     bench.measure(context, windows, progress)
         except KeyboardInterrupt:
@@ -80,26 +85,24 @@ def run(args: SimpleNamespace) -> int:
         print(json.dumps({"environment": bench.records[0], "rows": rows}))
     else:
         show(rows)
+        say(NOTE)
+        say(advice(rows))
     return options.INTERRUPTED if interrupted else int(any(row["text"] in FAILED for row in rows))
 
 
-def read_options(args: SimpleNamespace) -> None:
-    """Check the options together, read the lengths of `--context`, and add the `documents` of `--data`."""
-    options.require_target(args.target)
-    args.draft = args.draft or ["ngram"]
-    if options.AUTO in args.draft:
-        raise CommandError(f"--draft {options.AUTO} chooses a draft, and here drafts are compared. Name them.")
-    short = [name_of(name) for name in args.draft]
-    if twice := sorted({name for name in short if short.count(name) > 1}):
-        raise CommandError(f"--draft: two drafts have the name {twice[0]!r} in the results. Rename a folder.")
-    args.context = options.lengths("--context", args.context)
-    claim([args.output] if args.output is not None else [], [args.data], overwrite=args.overwrite)
-    args.documents = read_source(args.data, args.column)
+def name_of(model: str) -> str:
+    """Name in results: a Hub id, or the last part of a folder's path."""
+    return Path(model).name if Path(model).is_dir() else model
 
 
-def prompts_of(
-    tokenizer: Any, documents: Sequence[Document], context: int, count: int, chat: bool = False
-) -> torch.Tensor:
+def ungated(draft: Any) -> Any:
+    """The draft without its gate, which would stop drafting where that does not pay, and hide what is measured."""
+    if "gate" in draft.settings:
+        draft.generation_config.gate = False
+    return draft
+
+
+def prompts_of(tokenizer: Any, documents: Sequence[str], context: int, count: int, chat: bool = False) -> torch.Tensor:
     """`count` prompts of `context` tokens out of the documents, `(count, context)`.
 
     With `chat`, each is the message of a user, and what the chat template writes around it is part of the prompt.
@@ -108,8 +111,7 @@ def prompts_of(
     head, tail = encode(tokenizer, before), encode(tokenizer, after)
     if (room := context - len(head) - len(tail)) < 1:
         raise CommandError(f"--context {context}: the chat template alone has {context - room} tokens. Pass more.")
-    texts = [encode(tokenizer, document.text) for document in documents[:MAX_DOCUMENTS]]
-    windows = cut_windows(texts, room, count)
+    windows = cut_windows([encode(tokenizer, document) for document in documents], room, count)
     return torch.cat([head.expand(count, -1), windows, tail.expand(count, -1)], dim=1)
 
 
@@ -123,7 +125,7 @@ class Bench:
             replace_file(args.output, "")
         named = ("context", "batch", "max_new_tokens", "repeats", "temperature", "chat", "column")
         settings = {name: vars(args)[name] for name in named} | {"dtype": str(model.dtype).removeprefix("torch.")}
-        facts = {"device": models.describe_device(model.device), "hf_longspec": __version__, "settings": settings}
+        facts = {"device": describe_device(model.device), "hf_longspec": __version__, "settings": settings}
         self.write("environment", **environment(), **facts)
 
     def write(self, kind: str, **values: Any) -> None:
@@ -138,7 +140,8 @@ class Bench:
         for turn, ids in enumerate(prompts.split(self.args.batch)):
             calls: dict[str, Measurement] = {}
             for name in rotated([*self.methods], turn):
-                progress.say(f"{context} tokens: {name}, turn {turn + 1} of {self.args.repeats}")
+                turns = f"turn {turn + 1} of {self.args.repeats}"
+                progress.set_description_str(f"{context} tokens: {name}, {turns}", refresh=False)
                 if name not in refused:
                     try:
                         if not turn:
@@ -149,20 +152,10 @@ class Bench:
                         refused.add(name)
                         reason = "out of memory" if isinstance(error, torch.OutOfMemoryError) else one_line(error)
                         self.write("skipped", context=context, method=name, reason=reason)
-                        models.say(f"Left out after {context} tokens: {name}: {reason}", stderr=True)
-                progress.step()
+                        say(f"Left out after {context} tokens: {name}: {reason}", stderr=True)
+                progress.update()
             for name, call in calls.items():
-                self.write(
-                    "run",
-                    context=context,
-                    method=name,
-                    turn=turn,
-                    text=self._verdict(name, ids, calls),
-                    tokens=call.tokens,
-                    steps=call.steps,
-                    seconds=call.decode_seconds,
-                    ttft_seconds=call.ttft_seconds,
-                )
+                self.write(**record_of(call, context, name, turn, self._verdict(name, ids, calls)))
 
     def _call(self, name: str, ids: torch.Tensor, tokens: int, seed: int) -> Measurement:
         decoding = sampling(self.args.temperature)
@@ -187,7 +180,22 @@ class Bench:
         return judge(self.model, ids.to(self.model.device), calls[name], reference)
 
 
-def rows_of(records: Sequence[Record]) -> list[Record]:
+def record_of(call: Measurement, context: int, method: str, turn: int, text: str) -> Record:
+    """One call for JSON; `text` is the verdict on its text."""
+    return {
+        "kind": "run",
+        "context": context,
+        "method": method,
+        "turn": turn,
+        "text": text,
+        "tokens": call.tokens,
+        "steps": call.steps,
+        "seconds": call.decode_seconds,
+        "ttft_seconds": call.ttft_seconds,
+    }
+
+
+def rows_of(records: Iterable[Record]) -> list[Record]:
     """One row per context and method, the baselines first: medians over turns with their range, and the worst verdict.
 
     A method with a wrong text has no speed.
@@ -221,8 +229,8 @@ def show(rows: Sequence[Record]) -> None:
     """Print one table of all contexts and methods."""
     table = Table()
     for heading in ("context", "draft", "tokens/s", "x generate", "x no draft", "tau", "text"):
-        is_text = heading in ("draft", "text")
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
+        justify: Any = "left" if heading in ("draft", "text") else "right"
+        table.add_column(heading, justify=justify, no_wrap=heading != "draft")
     names = {HF: "generate", PLAIN: "no draft"}
     for row in rows:
         table.add_row(
@@ -234,7 +242,40 @@ def show(rows: Sequence[Record]) -> None:
             f"[{VERDICTS[row['text']]}]{row['text']}[/]",
         )
     Console(highlight=False).print(table)
-    models.say(NOTE)
+
+
+def advice(rows: Sequence[Record]) -> str:
+    """The draft to use after each length, as a sentence.
+
+    A draft pays if it is faster than the faster baseline in every turn. Two drafts whose ranges overlap are not told
+    apart.
+    """
+    lengths: dict[str, list[str]] = {}
+    for context in dict.fromkeys(row["context"] for row in rows):
+        choice = _choice([row for row in rows if row["context"] == context])
+        lengths.setdefault(choice, []).append(f"{context:,}")
+    parts = [f"after {' and '.join(contexts)} tokens {choice}" for choice, contexts in lengths.items()]
+    sentence = "; ".join(parts)
+    return f"{sentence[:1].upper()}{sentence[1:]}."
+
+
+def _choice(rows: Sequence[Record]) -> str:
+    gains: dict[str, Record] = {}
+    for row in rows:
+        ratios = [row[name] for name in ("ratio_to_generate", "ratio_to_no_draft") if row.get(name)]
+        if ratios and row["method"] not in (HF, PLAIN):
+            gains[row["method"]] = min(ratios, key=lambda ratio: ratio["median"])
+    if not gains:
+        return "no draft has a speed"
+    best = max(gains, key=lambda name: gains[name]["median"])
+    if gains[best]["count"] < 2:
+        return "one turn shows no clear difference"
+    if gains[best]["high"] <= 1:
+        return "no draft pays"
+    close = [name for name, gain in gains.items() if gain["high"] >= gains[best]["low"]]
+    if gains[best]["low"] <= 1:
+        close.append("no draft")
+    return f"use {best}" if close == [best] else f"there is no clear difference between {' and '.join(close)}"
 
 
 def _shown(ratio: Record | None) -> str:
@@ -242,16 +283,3 @@ def _shown(ratio: Record | None) -> str:
         return ""
     middle, low, high = (f"{ratio[name]:.2f}" for name in ("median", "low", "high"))
     return middle if low == high else f"{middle} ({low}-{high})"
-
-
-def load_drafts(names: Sequence[str], model: PreTrainedModel) -> dict[str, Any]:
-    return {name_of(name): load_draft(name, model) for name in names}
-
-
-def load_draft(name: str, model: PreTrainedModel) -> Any:
-    """A draft by name, folder or Hub id, which drafts in every iteration."""
-    load: Callable[..., Any] = models.load_draft if Path(name).is_dir() else models.open_draft
-    draft = load(name, model).to(model.device)
-    if "gate" in draft.settings:  # it would stop drafting where that does not pay, and hide what is to be measured
-        draft.generation_config.gate = False
-    return draft

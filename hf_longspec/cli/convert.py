@@ -11,8 +11,8 @@ from .files import claim
 def run(args: SimpleNamespace) -> None:
     options.require_existing("checkpoint", args.source)
     if args.target is not None and not Path(args.target).is_file():
-        options.require_target(args.target)
-    claim([args.output], [args.source, args.target], overwrite=args.overwrite)
+        options.require_model("model of", args.target)
+    claim(args.output, [args.source, args.target], overwrite=args.overwrite)
     draft = convert(args.source, args.target)
     draft.save_pretrained(args.output)
     parameters = sum(weight.numel() for weight in draft.parameters()) / 1e6

@@ -24,19 +24,12 @@ import yaml
 from hf_longspec import __version__
 
 from ..attention_backends import registry
-from ..generation.route import is_installed
 
 # Named in a report when they are installed.
 PACKAGES = [
     *("transformers", "huggingface_hub", "safetensors", "tokenizers", "accelerate", "peft", "datasets"),
-    *("triton", "flash_attn", "kernels", "typer", "rich", "numpy"),
+    *("triton", "flash_attn", "kernels"),
 ]
-# Settings that change what is computed, and hold numbers or switches: other values are not shown.
-VARIABLES = [
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "HF_HUB_OFFLINE"),
-    *("TRANSFORMERS_OFFLINE", "TRITON_INTERPRET", "PYTORCH_ENABLE_MPS_FALLBACK", "TORCH_COMPILE_DISABLE"),
-]
-MACHINE = ("python", "torch", "cpu", "cores", "usable_cores", "threads", "simd", "native_bfloat16", "memory_gib")
 # Names in /proc/cpuinfo of instructions that multiply bfloat16 numbers, on x86 and ARM.
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 _ABSOLUTE = re.compile(r"(?<![\w.~/-])~?/[^\s'\",]+")
@@ -49,15 +42,10 @@ def run(args: SimpleNamespace) -> None:
         "hf_longspec": __version__,
         "commit": facts["commit"] if in_checkout else None,  # not that of a repository around the environment
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
-        **{name: facts[name] for name in MACHINE},
+        **{name: facts[name] for name in ("python", "torch", "cpu", "usable_cores", "threads", "memory_gib")},
         "packages": {name: found for name, found in versions(*PACKAGES).items() if found is not None},
-        "cuda": {"built": torch.version.cuda, "hip": torch.version.hip, "cudnn": torch.backends.cudnn.version()},
         "gpus": [f"{p.name}, capability {p.major}.{p.minor}, {p.total_memory / 2**30:.1f} GiB" for p in gpus],
         "backends": _backends("cuda" if gpus else "cpu"),
-        "generate_patched": is_installed(),
-        "variables": {
-            name: value for name in VARIABLES if re.fullmatch(r"[\w,.-]+", value := os.environ.get(name, ""))
-        },
     }
     text = json.dumps(report, indent=2)  # torch's version is no plain text, which YAML refuses
     print(text if args.as_json else yaml.safe_dump(json.loads(text), sort_keys=False, width=1000).rstrip())
@@ -139,10 +127,8 @@ def git_commit(folder: Path | None = None) -> str | None:
     return commit + ("+" if changed else "")
 
 
-def native_bfloat16(device: torch.device | None = None) -> bool | None:
-    """Whether the device, by default the processor, multiplies bfloat16 numbers itself; `None` if that is unknown."""
-    if device is not None and device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+def native_bfloat16() -> bool | None:
+    """Whether the processor multiplies bfloat16 numbers itself; `None` if that is unknown."""
     flags = _cpuinfo().get("flags") or _cpuinfo().get("Features")
     return None if flags is None else bool(BFLOAT16_FLAGS & set(flags.split()))
 

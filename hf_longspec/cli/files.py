@@ -1,13 +1,13 @@
-"""Files that commands write and read: whole or not at all.
+"""Files that commands write: whole or not at all.
 
 What exists is refused before any work, except what `--resume` continues, and what `--overwrite` gives up.
 """
 
 import os
 import shutil
-from collections.abc import Collection, Iterable, Sequence
+import tempfile
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..cli import CommandError
@@ -16,23 +16,19 @@ Record = dict[str, Any]
 MOST_NAMES = 12  # in a message
 
 
-def replace_file(path: Path, content: str | bytes, through_links: bool = True) -> None:
+def replace_file(path: Path, content: str) -> None:
     """Write a file beside its place and move it there, so that a reader finds the whole old file or the whole new one.
 
     The new file has the permissions of the old one. Missing folders are made. A link stays and the file that it points
-    to is replaced, unless `through_links` is false. A device or a pipe is written to.
+    to is replaced.
     """
-    content = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():
-        path.write_bytes(content)
-        return
-    place = path.resolve() if through_links else path
+    place = path.resolve()
     place.parent.mkdir(parents=True, exist_ok=True)
     # a folder of its own: its name is new, and the file gets the usual permissions
-    with TemporaryDirectory(prefix=".hf-longspec-", dir=place.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=".hf-longspec-", dir=place.parent) as folder:
         new = Path(folder) / "new"
         with new.open("wb") as file:
-            file.write(content)
+            file.write(content.encode())
             file.flush()
             os.fsync(file.fileno())
         if place.exists():
@@ -41,42 +37,42 @@ def replace_file(path: Path, content: str | bytes, through_links: bool = True) -
 
 
 def claim(
-    outputs: Sequence[Path],
+    output: Path,
     inputs: Iterable[Any] = (),
     *,
     overwrite: bool,
+    suffix: str = "",
     resume: bool | None = None,
     kept: Collection[str] = (),
 ) -> None:
-    """Refuse outputs that exist, or that the command reads.
+    """Refuse an output that cannot be written, that exists, or that the command reads.
 
     Args:
-        outputs: Every file and folder that the command writes, with those whose names it derives from an option.
+        output: The file or folder that the command writes. Missing folders on its path are made with it.
         inputs: The files and folders that it reads. Other values, such as Hub ids and `None`, are ignored.
-        overwrite: Whether existing outputs are replaced. Outputs that are read are refused all the same.
-        resume: Whether existing outputs are continued; `None` for a command without `--resume`.
+        overwrite: Whether an existing output is replaced. One that is read is refused all the same.
+        suffix: How the name of a file ends; empty for a folder.
+        resume: Whether an existing output is continued; `None` for a command without `--resume`.
         kept: Names in a folder that the command adds to and does not replace.
     """
     if overwrite and resume:
         raise CommandError("--resume continues what --overwrite would replace. Pass one of them.")
-    read = [Path(name) for name in inputs if name is not None and Path(name).exists()]
-    for output in outputs:
-        for file in read:
-            if output.exists() and output.samefile(file):
-                raise CommandError(
-                    f"{output} is an output, and {file} is read: they are the same. Name another output."
-                )
-            if not resume and output.resolve() in file.resolve().parents:
-                raise CommandError(f"{file} is read, and lies in the output folder {output}. Name another folder.")
-    if overwrite or resume:
-        return
-    if there := [name for output in outputs for name in _content(output, kept)]:
-        more = [f"{len(there) - MOST_NAMES} others"] if len(there) > MOST_NAMES else []
-        *first, last = there[:MOST_NAMES] + more
-        names = f"{', '.join(first)} and {last} exist" if first else f"{last} exists"
+    if suffix and output.suffix != suffix:
+        raise CommandError(f"{output} does not end with {suffix}. Name it {output.with_suffix(suffix)}.")
+    if suffix and output.is_dir():
+        raise CommandError(f"{output} is a folder. Name a file.")
+    _require_writable(output.parent if suffix else output)
+    for file in [Path(name) for name in inputs if name is not None and Path(name).exists()]:
+        if output.exists() and output.samefile(file):
+            raise CommandError(f"{output} is an output, and {file} is read: they are the same. Name another output.")
+        if not resume and output.resolve() in file.resolve().parents:
+            raise CommandError(f"{file} is read, and lies in the output folder {output}. Name another folder.")
+    if not (overwrite or resume) and (there := _content(output, kept)):
+        more = f" and {len(there) - MOST_NAMES} others" if len(there) > MOST_NAMES else ""
         remedy = "" if resume is None else "--resume to continue, "
         raise CommandError(
-            f"{names}. Pass {remedy}--overwrite to replace what has the name of an output, or name another output."
+            f"already there: {', '.join(there[:MOST_NAMES])}{more}. Pass {remedy}--overwrite to replace what has "
+            "the name of an output, or name another output."
         )
 
 
@@ -85,3 +81,15 @@ def _content(output: Path, kept: Collection[str]) -> list[str]:
     if output.is_dir():
         return sorted(str(path) for path in output.iterdir() if path.name not in kept)
     return [str(output)] if output.exists() and output.stat().st_size else []
+
+
+def _require_writable(folder: Path) -> None:
+    """Refuse a folder that could not be made or written to."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=there):
+            pass  # permissions alone do not tell: nobody can write to /proc
+    except NotADirectoryError as error:
+        raise CommandError(f"{there} is a file. Pass another folder.") from error
+    except OSError as error:
+        raise CommandError(f"{there} cannot be written to: {error.strerror}. Pass another folder.") from error

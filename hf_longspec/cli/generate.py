@@ -2,32 +2,27 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from jinja2 import Environment
 from rich.console import Console
 from rich.text import Text
 from transformers import set_seed
-from transformers.generation.streamers import BaseStreamer
 
 from ..auto import AutoDraft
 from ..cli import CommandError, options
 from ..generation.sequences import SpeculationStats
 from ..streaming import FileStreamer, IncrementalDecoder
-from .files import claim, replace_file
 from .measuring import TokenClock
-from .models import LoadedModels, PromptProgress, load_models, say
+from .models import LoadedModels, load_models
+from .progress import PromptProgress, say
 from .rows import continue_rows
+from .texts import as_message
 
-MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps
 # Colour and underline, because some readers and some terminals do not see the colour.
 DRAFTED_STYLE = "underline bright_blue"
-TAIL_CHARACTERS = 300  # of the prompt, shown on a page
 
 
 def run(args: SimpleNamespace) -> int:
@@ -38,62 +33,61 @@ def run(args: SimpleNamespace) -> int:
     structure = structure_of(args)
     if args.data is not None:
         return continue_rows(args, how, structure)
-    claim([args.html] if args.html is not None else [], [args.file], overwrite=args.overwrite)
     name, text = options.read_text(args.file, args.prompt)
     with load_models(args) as loaded:
-        if args.chat and not getattr(loaded.tokenizer, "chat_template", None):
-            raise CommandError(f"--chat: the tokenizer of {args.target} has no chat template. Drop --chat.")
-        if args.chat:
-            message = [{"role": "user", "content": text}]
-            text = loaded.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        ids = loaded.encode(name, text, room=args.max_new_tokens)
+        text = as_message(loaded.tokenizer, text) if args.chat else text
+        ids = loaded.encode(name, text, room=args.max_new_tokens, special=not args.chat)
         how |= loaded.processors(structure)
         seed = torch.seed() % 2**32 if args.seed is None else args.seed
         if isinstance(loaded.draft, AutoDraft):
             with Console(stderr=True).status("Trying drafts"):
                 loaded.draft.choose(loaded.model, ids, **how)
         set_seed(seed)
-        steps: list[VerifiedText] | None = [] if args.show_drafts or args.html is not None else None
-        rows, stats = decode(loaded, ids, steps, args, max_new_tokens=args.max_new_tokens, **how)
+        console = Console(highlight=False, soft_wrap=True)
+        is_coloured = args.show_drafts and console.is_terminal and not args.as_json
+        is_streamed = not (args.as_json or args.samples > 1 or is_coloured)
+        rows, stats = decode(loaded, ids, args, is_streamed=is_streamed, **how)
         texts = [loaded.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in rows]
-        if args.as_json:
-            result = {
-                **({"text": texts[0]} if args.samples == 1 else {"texts": texts}),
-                **loaded.record(),
-                "seed": seed if args.temperature else None,
-                "prompt_tokens": ids.shape[1],
-                "new_tokens": max(map(len, rows)),
-                "statistics": stats.to_dict(),
-                **({} if steps is None else {"steps": list(map(asdict, steps))}),
-            }
-            print(json.dumps(result))
-            if stats.interrupted:
-                print("Interrupted.", file=sys.stderr)
-        else:
-            print("" if args.samples == 1 else "\n\n".join(texts))
-            if args.show_drafts:
-                coloured = Text.assemble(("Drafted and accepted", DRAFTED_STYLE), "; plain: the model's own.")
-                piped = "Drafted tokens are coloured only in a terminal; --html FILE writes them to a page."
-                Console(stderr=True, soft_wrap=True).print(coloured if Console().is_terminal else piped)
-            say(str(stats), stderr=True)
-        if args.html is not None:
-            replace_file(args.html, page_of(loaded, text, steps or [], stats))
-    return options.INTERRUPTED if stats.interrupted else 0
+        steps = verified_texts(loaded.tokenizer, rows[0], stats) if args.show_drafts else []
+    status = options.INTERRUPTED if stats.interrupted else 0
+    if args.as_json:
+        result = {
+            **({"text": texts[0]} if args.samples == 1 else {"texts": texts}),
+            **loaded.record(),
+            "seed": seed if args.temperature else None,
+            "prompt_tokens": ids.shape[1],
+            "new_tokens": max(map(len, rows)),
+            "statistics": stats.to_dict(),
+            **({"steps": list(map(asdict, steps))} if args.show_drafts else {}),
+        }
+        print(json.dumps(result))
+        if stats.interrupted:
+            print("Interrupted.", file=sys.stderr)
+        return status
+    if is_coloured:
+        console.print(Text.assemble(*(part for step in steps for part in ((step.drafted, DRAFTED_STYLE), step.own))))
+        say("Underlined: drafted and accepted. Plain: the model's own.", stderr=True)
+    else:
+        print("" if is_streamed else "\n\n".join(texts))
+        if args.show_drafts:
+            say("Drafted tokens are coloured only in a terminal; --json has them as text.", stderr=True)
+    say(str(stats), stderr=True)
+    return status
 
 
 def refuse_contradictions(args: SimpleNamespace) -> None:
     """Refuse options that need or exclude others."""
     if not args.temperature and (args.top_p, args.top_k, args.samples) != (1.0, 0, 1):
         raise CommandError("--top-p, --top-k and --samples need sampling. Pass a --temperature above 0, such as 1.")
-    if args.samples > 1 and (args.show_drafts or args.html is not None):
-        raise CommandError("--samples cannot be combined with --show-drafts or --html. Drop one of them.")
+    if args.samples > 1 and args.show_drafts:
+        raise CommandError("--samples cannot be combined with --show-drafts. Drop one of them.")
     if args.data is None and (args.output is not None or args.resume or args.column is not None or args.shard):
         raise CommandError("--output, --resume, --column and --shard are for --data. Pass --data, or drop them.")
     if args.data is not None and args.output is None:
         raise CommandError("--data needs --output FILE.jsonl for the texts.")
-    of_one_text = args.file, args.prompt, args.as_json, args.show_drafts, args.html, args.samples > 1
+    of_one_text = args.file, args.prompt, args.as_json, args.show_drafts, args.samples > 1
     if args.data is not None and any(of_one_text):
-        raise CommandError("--data cannot be combined with a text, --samples, --json, --show-drafts or --html.")
+        raise CommandError("--data cannot be combined with a text, --samples, --json or --show-drafts.")
 
 
 def structure_of(args: SimpleNamespace) -> dict[str, Any]:
@@ -115,95 +109,32 @@ class VerifiedText:
     num_drafted: int  # drafted tokens that were verified
 
 
-class DraftedTextStreamer(BaseStreamer):
-    """Report the text of one row verification by verification.
-
-    The loop streams the tokens of a step before it has recorded it, so a step is reported when the next one begins.
-    """
-
-    def __init__(self, tokenizer: Any, stats: Callable[[], SpeculationStats], report: Callable[[VerifiedText], None]):
-        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True)
-        self._stats = stats
-        self._report = report
-        self._expects_prompt = True
-        self._waiting: list[int] = []
-        self._reported = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._expects_prompt:
-            self._expects_prompt = False
-            return
-        self._report_recorded()
-        self._waiting += value.flatten().tolist()
-
-    def end(self) -> None:
-        self._report_recorded()
-        for token in self._waiting:
-            self._report(VerifiedText("", self._decoder.feed(token), 0, 0))
-        self._waiting = []
-        if rest := self._decoder.end():
-            self._report(VerifiedText("", rest, 0, 0))
-
-    def _report_recorded(self) -> None:
-        """Report the steps whose tokens have arrived and that are recorded; step 0 is the prompt's token."""
-        stats = self._stats()
-        emitted, drafted = (rows[0] if rows else [] for rows in (stats.emitted_per_step, stats.drafted_per_step))
-        while self._waiting and self._reported <= len(emitted):
-            number = self._reported - 1
-            count, proposed = (1, 0) if number < 0 else (emitted[number], drafted[number])
-            if len(self._waiting) < count:  # an interruption stopped the stream inside the step
-                return
-            pieces = [self._decoder.feed(token) for token in self._waiting[:count]]
-            del self._waiting[:count]
-            self._reported += 1
-            self._report(VerifiedText("".join(pieces[:-1]), pieces[-1], count - 1, proposed))
-
-
-def html_page(title: str, prompt: str, steps: Sequence[VerifiedText], facts: dict[str, str]) -> str:
-    """The text as a page that needs no other file."""
-    verified = [(step.num_drafted, step.num_accepted) for step in steps if step.num_drafted]
-    size = -(-len(verified) // MAX_BARS)
-    groups = [verified[start : start + size] for start in range(0, len(verified), max(size, 1))]
-    bars = [[sum(counts) / len(group) for counts in zip(*group, strict=True)] for group in groups]
-    shown: dict[str, Any] = {"title": title, "prompt": prompt, "steps": steps, "facts": facts, "size": size}
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    tallest = max((drafted for drafted, _ in bars), default=1)
-    return Environment(autoescape=True).from_string(template).render(bars=bars, tallest=tallest, **shown)
+def verified_texts(tokenizer: Any, tokens: list[int], stats: SpeculationStats) -> list[VerifiedText]:
+    """The text of the first row verification by verification; the first token is that of the prompt's forward."""
+    decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True)
+    pieces = [decoder.feed(token) for token in tokens]
+    emitted, drafted = (rows[0] if rows else [] for rows in (stats.emitted_per_step, stats.drafted_per_step))
+    steps = []
+    for count, proposed in zip([1, *emitted], [0, *drafted], strict=True):
+        if count <= len(pieces):  # an interruption stopped the text inside the last step
+            steps.append(VerifiedText("".join(pieces[: count - 1]), pieces[count - 1], count - 1, proposed))
+            del pieces[:count]
+    rest = "".join(pieces) + decoder.end()
+    return [*steps, VerifiedText("", rest, 0, 0)] if rest else steps
 
 
 def decode(
-    loaded: LoadedModels, ids: torch.Tensor, steps: list[VerifiedText] | None, args: SimpleNamespace, **how: Any
+    loaded: LoadedModels, ids: torch.Tensor, args: SimpleNamespace, *, is_streamed: bool, **how: Any
 ) -> tuple[list[list[int]], SpeculationStats]:
     """Generate, with a bar while the prompt is read, and until the end unless the text itself shows the progress."""
-    quiet = args.as_json  # nothing goes to standard output meanwhile
-    is_seen = not quiet and args.samples == 1 and sys.stdout.isatty()
-    draft, tokenizer = loaded.draft, loaded.tokenizer
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-
-    def report(step: VerifiedText) -> None:
-        assert steps is not None
-        steps.append(step)
-        if not quiet and args.show_drafts and console.is_terminal:
-            console.print(Text.assemble((step.drafted, DRAFTED_STYLE), step.own), end="")
-        elif not quiet:  # as it is: rich would expand tabs
-            print(step.drafted + step.own, end="", flush=True)
-
-    text: BaseStreamer | None = None if quiet or args.samples > 1 else FileStreamer(tokenizer, sys.stdout)
-    if steps is not None:
-        text = DraftedTextStreamer(tokenizer, lambda: draft.last_speculation, report)
-    with PromptProgress(loaded.model, ids.shape[1], "Reading the prompt") as progress:
-
-        def arrived(tokens: int) -> None:
-            if tokens == 1 and is_seen:  # the prefill is over
-                progress.stop()
-            elif tokens == 1:
-                progress.next("Generating", args.samples * args.max_new_tokens, tokens=True)
-            progress.step(args.samples)
-
-        rows = ids.repeat_interleave(args.samples, 0)
-        mask, clock = torch.ones_like(rows), TokenClock(args.samples, on_arrival=arrived, text=text)
+    text = FileStreamer(loaded.tokenizer, sys.stdout) if is_streamed else None
+    draft, rows = loaded.draft, ids.repeat_interleave(args.samples, 0)
+    how |= {"attention_mask": torch.ones_like(rows), "max_new_tokens": args.max_new_tokens}
+    new = 0 if is_streamed and sys.stdout.isatty() else args.samples * args.max_new_tokens
+    with PromptProgress(loaded.model, ids.shape[1], "Generating", new, args.samples) as progress:
+        clock = TokenClock(args.samples, on_arrival=progress.arrived, text=text)
         try:
-            sequences = loaded.model.generate(rows, attention_mask=mask, assistant_model=draft, streamer=clock, **how)
+            sequences = loaded.model.generate(rows, assistant_model=draft, streamer=clock, **how)
         except KeyboardInterrupt:
             sequences = getattr(draft.last_speculation, "partial_sequences", None)
             if sequences is None:
@@ -211,22 +142,3 @@ def decode(
             if text is not None:
                 text.end()
     return sequences[:, ids.shape[1] :].tolist(), draft.last_speculation
-
-
-def page_of(loaded: LoadedModels, text: str, steps: Sequence[VerifiedText], stats: SpeculationStats) -> str:
-    """The text as an HTML page, with the statistics."""
-    # for a folder its last part, because other people may read the page
-    names = (loaded.target, loaded.draft_name)
-    target, draft = (Path(name).resolve().name if Path(name).is_dir() else name for name in names)
-    facts = {
-        "target": target,
-        "draft": draft,
-        "tokens per verification": f"{stats.mean_acceptance_length:.2f}",
-        "verifications": str(stats.num_spec_steps),
-        "drafted tokens accepted": f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} "
-        f"({stats.draft_acceptance_rate:.0%})",
-        "tokens per second": f"{stats.tokens_per_second:.1f}",
-        "type": loaded.dtype,
-    }
-    tail = ("… " if len(text) > TAIL_CHARACTERS else "") + text[-TAIL_CHARACTERS:]
-    return html_page(f"{target} with {draft}", tail, steps, facts)

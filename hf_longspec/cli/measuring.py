@@ -123,7 +123,6 @@ class Measurement:
     # share of the time that drafting, verifying and everything else took; empty for the methods of transformers
     shares: dict[str, float] = field(default_factory=dict)
     draft_state_bytes: int = 0  # bytes that the drafter keeps in addition to the target's cache
-    drafted: int = 0  # drafted tokens that were verified
 
     @property
     def tokens_per_second(self) -> float:
@@ -189,7 +188,6 @@ def run_call(
             "row_steps": [len(emitted) for emitted in stats.emitted_per_step],
             "shares": {name: value / stats.decode_seconds for name, value in seconds.items() if stats.decode_seconds},
             "draft_state_bytes": stats.draft_state_bytes,
-            "drafted": stats.num_draft_tokens,
         }
     return Measurement(
         ttft_seconds=clock.first_token_seconds,

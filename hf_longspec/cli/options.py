@@ -4,12 +4,10 @@ Typer checks numbers and choices while it parses the arguments, and `--help` sho
 transformers when it is imported, as the help does without.
 """
 
-import codecs
 import json
 import re
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from enum import StrEnum
@@ -23,7 +21,6 @@ from ..cli import CommandError, one_line
 
 INPUT_ERROR, INTERRUPTED = 2, 130
 DtypeName = StrEnum("DtypeName", ["auto", "float32", "bfloat16", "float16"])
-DEMO_CONTEXT = 6144
 # One batch may have so many rows.
 MOST_ROWS = 1024
 # Names of the package's `weightless_drafts`, for the help, which does not import them.
@@ -32,8 +29,6 @@ BY_NAME = "assistant, ngram, plain, grammar, specattn, vegas, self-int4"
 AUTO = "auto"
 # Endings of files with texts, tables or weights. Names of Hub repositories have others, such as those of versions.
 FILE_SUFFIXES = {".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip"}
-# Of these, those of files that are no text.
-PACKED = {".parquet", ".arrow", ".gz", ".zip"}
 FILE_SUFFIXES |= {".html", ".pdf", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".pth", ".npy"}
 
 
@@ -48,14 +43,9 @@ def number(least: float, help: str, most: float | None = None, above: bool = Fal
     return typer.Option(help=help, min=least, max=most, callback=checked if above else None)
 
 
-def text(help: str, **how: Any) -> Any:
-    """An option with the name of its parameter."""
-    return typer.Option(help=help, **how)
-
-
-def flag(name: str, help: str, **how: Any) -> Any:
-    """An option of this name, such as one without a value."""
-    return typer.Option(name, help=help, **how)
+def option(help: str, *names: str, **how: Any) -> Any:
+    """An option with the name of its parameter, or with those that are given, as for one without a value."""
+    return typer.Option(*names, help=help, **how)
 
 
 def parse_shard(text: Any) -> tuple[int, int]:
@@ -66,80 +56,14 @@ def parse_shard(text: Any) -> tuple[int, int]:
     return int(number), int(count)
 
 
-SHARD: dict[str, Any] = {"parser": parse_shard, "metavar": "<i/n>"}
-
-
-def require_writable_file(file: Path, suffix: str = "") -> None:
-    """Refuse a file that could not be written. Missing folders on its path are made with it."""
-    if not file.name.endswith(suffix):
-        raise CommandError(f"{file} does not end with {suffix}. Name it {file.with_suffix(suffix)}.")
-    if file.is_dir():
-        raise CommandError(f"{file} is a folder. Name a file.")
-    if not file.exists():
-        return require_writable_folder(file.parent)
-    try:
-        file.open("ab").close()
-    except OSError as error:
-        raise CommandError(f"{file} cannot be written: {error.strerror}. Name another file.") from error
-
-
-def require_writable_folder(folder: Path) -> None:
-    """Refuse a folder that could not be made or written to."""
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    try:
-        with tempfile.TemporaryDirectory(dir=there):
-            pass  # permissions alone do not tell: nobody can write to /proc
-    except NotADirectoryError as error:
-        raise CommandError(f"{there} is a file. Pass another folder.") from error
-    except OSError as error:
-        raise CommandError(f"{there} cannot be written to: {error.strerror}. Pass another folder.") from error
-
-
-def output(help: str, check: Callable[..., None] = require_writable_file, **how: Any) -> Any:
-    """An option for a file or folder to write; `check(path, **how)` refuses it before any work is done."""
-
-    def checked(path: Path | None) -> Path | None:
-        try:
-            if path is not None:
-                check(path, **how)
-        except CommandError as error:
-            raise typer.BadParameter(str(error)) from error
-        return path
-
-    return typer.Option(help=help, callback=checked)
-
-
-def require_sources(option: str, names: Iterable[str]) -> None:
-    """Refuse files without a text, missing files, whose names have a suffix or lie in a folder, and missing datasets.
-
-    The Hub is not asked for files.
-    """
-    remedy = "Check the path; datasets of the Hub are named owner/name."
+def require_sources(names: Iterable[str]) -> None:
+    """Refuse missing files and datasets. The Hub is not asked for a name that is that of a file or lies in a folder."""
     for name in names:
-        path = Path(name.partition(":")[0])  # a dataset may have a configuration
-        if Path(name).is_file():
-            _require_content(option, Path(name))
-        if Path(name).exists() or path.exists():
-            continue
-        if path.suffix.lower() in FILE_SUFFIXES or name.startswith((".", "/", "~")):
-            raise CommandError(f"{option}the file {name!r} does not exist. {remedy}")
-        if path.parent.name and path.parent.is_dir():
-            raise CommandError(f"{option}the folder {str(path.parent)!r} has no {path.name!r}. {remedy}")
-        if "/" in name:  # names without an owner are also those of formats
-            require_repository("dataset", str(path), "dataset")
-
-
-def _require_content(option: str, file: Path) -> None:
-    """Refuse a file that is empty, or that is read as text and does not begin with one."""
-    with file.open("rb") as stream:
-        beginning = stream.read(2**16)
-    if not beginning.strip():
-        raise CommandError(f"{option}{file} is empty. Pass a file with texts.")
-    if file.suffix.lower() not in PACKED:
-        try:
-            codecs.getincrementaldecoder("utf-8")().decode(beginning)
-        except UnicodeDecodeError as error:
-            raise CommandError(f"{option}{file} is not UTF-8 text. Convert it, or unpack it first.") from error
+        path = name.partition(":")[0]  # a dataset may have a configuration
+        if not Path(name).exists() and not Path(path).exists():
+            require_existing("data", name)
+            if "/" in name:  # names without an owner are also those of formats
+                require_repository("dataset", path, "dataset")
 
 
 def require_existing(what: str, name: str) -> None:
@@ -149,20 +73,11 @@ def require_existing(what: str, name: str) -> None:
         raise CommandError(f"cannot load the {what} {name!r}: there is no such {kind}. Check the path.")
 
 
-def require_target(name: str) -> None:
-    """Refuse what is no folder of a model, and no repository of the Hub."""
-    require_model("model of", name)
-
-
 def require_model(what: str, name: str) -> None:
-    """Refuse a folder without a configuration, a file, and a name that the Hub does not have."""
+    """Refuse a folder that does not exist, and a name that the Hub does not have."""
     require_existing(what, name)
-    if Path(name).is_file():
-        raise CommandError(f"cannot load the {what} {name!r}: it is a file. Pass the folder of a model, or a Hub id.")
-    if not Path(name).is_dir():
+    if not Path(name).exists():
         require_repository(what, name)
-    elif not list(Path(name).glob("*config.json")):  # an adapter has adapter_config.json
-        raise CommandError(f"cannot load the {what} {name!r}: it has no config.json. Pass the folder of a saved model.")
 
 
 def require_repository(what: str, name: str, kind: str = "model") -> None:
@@ -190,11 +105,6 @@ def require_repository(what: str, name: str, kind: str = "model") -> None:
         ) from error
 
 
-def name_of(model: str) -> str:
-    """Name in results: a Hub id, or the last part of a folder's path."""
-    return Path(model).name if Path(model).is_dir() else model
-
-
 def require_draft(name: str) -> None:
     """Refuse a name that no draft has."""
     from ..modeling.register_draft import weightless_drafts
@@ -210,45 +120,26 @@ def require_draft(name: str) -> None:
     require_model("draft", name)
 
 
-def named(
-    help: str, make: Callable[..., Any] = typer.Option, what: str = "a Hub id, a file or a folder", **how: Any
-) -> Any:
-    """An option or argument for one name or several, by default of models and data; none may be empty."""
-
-    def checked(value: Any) -> Any:
-        for name in [value] if isinstance(value, str) else value or ():
-            if not name.strip():  # `Path` takes it for the current folder
-                raise typer.BadParameter(f"the name is empty. Pass {what}.")
-        return value
-
-    return make(help=help, callback=checked, **how)
-
-
-def key(help: str) -> Any:
-    """An option for the key or column of texts."""
-    return named(help, what="a key or column")
-
-
-Target = Annotated[str, named("Hub id or folder of the model.", show_default=False)]
+Target = Annotated[str, option("Hub id or folder of the model.", show_default=False)]
 Draft = Annotated[
     str,
-    named(
+    option(
         f"Hub id or folder of a draft or a small model, or a training-free draft: {BY_NAME}; or {AUTO}: the fastest of "
         "n-grams, the model's MTP layers and the draft that its card names."
     ),
 ]
-Prompt = Annotated[str | None, text("Text to continue, instead of a file.", show_default=False)]
+Prompt = Annotated[str | None, option("Text to continue, instead of a file.", show_default=False)]
 Setting = Annotated[
-    list[str] | None, flag("--set", "Setting of the draft, such as num_assistant_tokens=6. Repeatable.")
+    list[str] | None, option("Setting of the draft, such as num_assistant_tokens=6. Repeatable.", "--set")
 ]
-Dtype = Annotated[DtypeName, text("Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU.")]
+Dtype = Annotated[DtypeName, option("Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU.")]
 Device = Annotated[
-    str | None, text("cpu, cuda, cuda:1, ...; by default the first GPU, or the CPU.", show_default=False)
+    str | None, option("cpu, cuda, cuda:1, ...; by default the first GPU, or the CPU.", show_default=False)
 ]
 Seed = Annotated[int | None, number(0, "Seed of sampling.", most=2**32 - 1)]
-Overwrite = Annotated[bool, flag("--overwrite", "Replace files that exist, in place of an error.")]
-Json = Annotated[bool, flag("--json", "Print a single JSON object to standard output.")]
-Debug = Annotated[bool, flag("--debug", "Show the traceback of an error.")]
+Overwrite = Annotated[bool, option("Replace files that exist, in place of an error.", "--overwrite")]
+Json = Annotated[bool, option("Print a single JSON object to standard output.", "--json")]
+Debug = Annotated[bool, option("Show the traceback of an error.", "--debug")]
 
 
 @contextmanager
@@ -272,6 +163,8 @@ def said(error: Exception) -> str | None:
         return "out of memory. Pass a shorter text, fewer --max-new-tokens or a smaller --dtype."
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}. Check the path and its permissions."
+    if type(error).__module__ in ("httpx", "httpx2"):  # the clients of huggingface_hub
+        return f"the Hub was not reached: {one_line(error).rstrip('.')}. Check the connection, and try again."
     if not isinstance(error, CommandError | ValueError | OSError | ImportError):
         return None
     if isinstance(error, ModuleNotFoundError) and error.name is not None:

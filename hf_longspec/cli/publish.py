@@ -1,25 +1,19 @@
 """`hf-longspec publish`: upload a draft to the Hub, or write the repository to a folder."""
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from transformers import AutoModel
 
-from ..cli import CARD_FACTS, CommandError, one_line, options
+from ..cli import CARD_FACTS, CommandError, options
 from ..hub import Card, push, write_repository
-from ..hub.code import PACKAGE, STUB
+from ..hub.code import STUB
 from ..hub.repository import engine_of, write_engine
 from .files import claim
 from .models import loading, quiet
 
-# Raised by the client of huggingface_hub, httpx in version 1 and httpx2 in version 2, without a connection.
-NetworkError: type[Exception] = HfHubHTTPError.__bases__[0]
 # The engine's repository, below the folder that a dry run writes.
 ENGINE_FOLDER = Path("engine")
 
@@ -33,8 +27,7 @@ def run(args: SimpleNamespace) -> None:
     name = args.source.resolve().name
     output = args.output or args.source.resolve().with_name(f"{name}-hub")
     if args.dry_run:
-        options.require_writable_folder(output)
-        claim([output], overwrite=args.overwrite)
+        claim(output, overwrite=args.overwrite)
     file = args.source / CARD_FACTS
     facts = options.read_json(file) if file.is_file() else {}
     given = {"repo": args.repo, "base_model": args.base_model, "license": args.license}
@@ -46,48 +39,25 @@ def run(args: SimpleNamespace) -> None:
     if args.dry_run:
         write(draft, output, card, args.repo, engine)
     else:
-        with errors_of_the_hub():
-            where = {"engine": args.engine, "self_contained": args.self_contained}
-            print(push(draft, str(args.repo), card=card, private=args.private or None, **where).commit_url)
-
-
-@contextmanager
-def errors_of_the_hub() -> Iterator[None]:
-    """Name what helps if the Hub refuses or is not reached."""
-    try:
-        yield
-    except LocalTokenNotFoundError as error:
-        raise CommandError("no access token. Run `hf auth login`, or set HF_TOKEN.") from error
-    except HfHubHTTPError as error:
-        remedy = "Check the name of --repo and that `hf auth whoami` may write there."
-        raise CommandError(f"the Hub refused: {one_line(error)} {remedy}") from error
-    except NetworkError as error:
-        if isinstance(error, OSError):
-            raise
-        remedy = "Try again, or write the folder with --dry-run."
-        raise CommandError(f"the Hub was not reached: {one_line(error)}. {remedy}") from error
+        where = {"engine": args.engine, "self_contained": args.self_contained}
+        print(push(draft, str(args.repo), card=card, private=args.private or None, **where).commit_url)
 
 
 def load(source: Path) -> Any:
-    with quiet(progress_bars=False), loading(str(source), "draft"):
+    with quiet(), loading(str(source), "draft"):
         return AutoModel.from_pretrained(source)
 
 
 def write(draft: Any, output: Path, card: Card, repo: str | None, engine: str | None) -> None:
-    """Write the repository to a folder, and print its files with their sizes."""
+    """Write the repository to a folder, and say where it would be uploaded to."""
     # an engine without a commit is uploaded with the draft if it does not exist
     is_pinned = engine is None or "@" in engine
-    with quiet(progress_bars=False):
+    with quiet():
         files = write_repository(draft, output, card, repo, engine)
         if not is_pinned:
             files += [ENGINE_FOLDER / file for file in write_engine(output / ENGINE_FOLDER)]
-    sizes: Counter[str] = Counter()
-    for file in files:  # those of the package in one line
-        package = next((f"{part.as_posix()}/" for part in file.parents if part.name == PACKAGE.name), None)
-        sizes[package or file.as_posix()] += (output / file).stat().st_size
-    for name, size in sizes.items():
-        print(f"{size:>13,}  {name}")
+    size = sum((output / file).stat().st_size for file in files)
     where = f"{output} would be uploaded to {repo or 'a repository'}"
     if not is_pinned:
         where += f", the folder {ENGINE_FOLDER} of it to {engine} if that does not exist, whose commit {STUB} gets"
-    print(f"{sizes.total():>13,}  bytes in {len(files)} files of {where}. Nothing was uploaded.")
+    print(f"{size:,} bytes in {len(files)} files of {where}. Nothing was uploaded.")

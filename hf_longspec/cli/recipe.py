@@ -34,7 +34,7 @@ class Recipe:
 
 def recipe_of(args: SimpleNamespace) -> Recipe:
     """Read the recipe of `--config`, with the values of the other options."""
-    options.require_sources("", args.data or [])
+    options.require_sources(args.data or [])
     named = {
         "target": args.target,
         "draft": args.draft,
@@ -85,12 +85,9 @@ def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
                 raise CommandError(f"cannot set {path}: {folder} is {place!r} in the recipe, not a mapping.")
         place[name] = value
     options.check_names("recipe", content, {field.name for field in fields(Recipe)})
-    required = ("target", "training", "dataset")
-    if missing := [name for name in required if content.get(name) is None]:
-        raise CommandError(f"{str(file)!r} has no {' and no '.join(missing)}: a recipe needs {', '.join(required)}.")
     try:
         recipe = Recipe(**content)
-    except StrictDataclassFieldValidationError as error:
+    except (TypeError, StrictDataclassFieldValidationError) as error:  # the first if a field is missing
         raise CommandError(f"{str(file)!r}: {one_line(error)}. Correct the recipe, or the option.") from error
     if recipe.pack is not None and recipe.pack < 1:
         raise CommandError(f"pack: {recipe.pack!r} in the recipe: expected the number of tokens per row, at least 1.")

@@ -8,10 +8,9 @@ import hashlib
 import json
 import time
 from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import as_completed
 from contextlib import closing, suppress
-from itertools import islice
 from pathlib import Path
-from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +21,9 @@ from ..auto import AutoDraft
 from ..batching import Batcher, Request
 from ..cli import CommandError, one_line, options
 from .files import Record, claim, replace_file
-from .models import LoadedModels, Progress, dtype_of, find_device, load_models, say
-from .texts import around_a_message, prompts_of
+from .models import LoadedModels, dtype_of, find_device, load_models
+from .progress import Progress, say
+from .texts import as_message, prompts_of
 
 # A line of the output begins so. The last one may be cut off.
 BEGINNING = '{"row": '
@@ -34,8 +34,8 @@ Ended = tuple[int, torch.Tensor, list[int] | Exception]  # a row, and its new to
 
 def continue_rows(args: SimpleNamespace, how: dict[str, Any], structure: dict[str, Any]) -> int:
     """Continue all rows of `--data`; returns the exit status."""
-    options.require_sources("--data: ", [args.data])
-    claim([args.output], [args.data], overwrite=args.overwrite, resume=args.resume)
+    options.require_sources([args.data])
+    claim(args.output, [args.data], overwrite=args.overwrite, suffix=".jsonl", resume=args.resume)
     how = how | {"max_new_tokens": args.max_new_tokens}
     settings = settings_of(args, how | structure)
     share, count = args.shard or (0, 1)
@@ -49,7 +49,7 @@ def continue_rows(args: SimpleNamespace, how: dict[str, Any], structure: dict[st
         if rows:
             _ = loaded.draft  # nothing is replaced before the models are loaded
         ended, started = continued(loaded, rows, args.batch, args.seed or 0, how), time.perf_counter()
-        with open_output(args, done) as file, closing(ended), Progress(len(rows), "Generating") as progress:
+        with open_output(args, done) as file, closing(ended), Progress(len(rows), "Generating", "rows") as progress:
             for row, ids, result in ended:
                 record: Record = {"row": row}
                 if isinstance(result, Exception):
@@ -61,8 +61,9 @@ def continue_rows(args: SimpleNamespace, how: dict[str, Any], structure: dict[st
                     record |= {"prompt_tokens": len(ids), "new_tokens": stop}
                     tokens += stop
                 file.write(json.dumps(record | {"digest": digests[row]}) + "\n")
-                progress.step()
-                progress.say(f"Generating, {tokens / (time.perf_counter() - started):.1f} tokens/s")
+                speed = tokens / (time.perf_counter() - started)
+                progress.set_description_str(f"Generating, {speed:.1f} tokens/s", refresh=False)
+                progress.update()
     say(f"{len(prompts)} rows in {args.output}, {len(rows)} of them new, {num_failed} failed.", stderr=True)
     return 1 if num_failed else 0
 
@@ -125,13 +126,13 @@ def encode_rows(loaded: LoadedModels, args: SimpleNamespace, prompts: Mapping[in
 
     A row without a prompt, or whose prompt is too long or has no tokens, comes with the error instead of ids.
     """
-    around = around_a_message(loaded.tokenizer) if args.chat else ("", "")
 
     def encoded(row: int, text: str | None) -> torch.Tensor | Exception:
         if text is None:
             return CommandError("the row has no prompt. Pass a text.")
+        text = as_message(loaded.tokenizer, text) if args.chat else text
         try:
-            return loaded.encode(f"row {row}", text.join(around), room=args.max_new_tokens)[0]
+            return loaded.encode(f"row {row}", text, room=args.max_new_tokens, special=not args.chat)[0]
         except Exception as error:  # of tokenizers, for example about lone surrogates
             return error
 
@@ -176,23 +177,17 @@ def continued_together(
     batcher: Batcher, rows: Sequence[Row], seed: int, how: dict[str, Any]
 ) -> Generator[Ended, None, list[Row]]:
     """Yield the rows that end well, and return those that failed."""
-    waiting, running, failed = iter(rows), dict[Request, Row](), list[Row]()
-    ended: Queue[Request] = Queue()
+    requests, failed = dict[Request, Row](), list[Row]()
     with batcher:
-        while True:
-            for row, ids in islice(waiting, 2 * batcher.rows - len(running)):
-                try:
-                    request = batcher.submit(ids, seed=seed + row, **how)
-                except Exception:  # of memory, of processors
-                    failed.append((row, ids))
-                    continue
-                running[request] = row, ids
-                request.add_done_callback(ended.put)  # type: ignore[arg-type]
-            if not running:
-                return failed
-            request = ended.get()
-            row, ids = running.pop(request)
+        for row, ids in rows:
+            try:
+                requests[batcher.submit(ids, seed=seed + row, **how)] = row, ids
+            except Exception:  # of memory, of processors
+                failed.append((row, ids))
+        for request in as_completed(requests):
+            row, ids = requests[request]  # type: ignore[index]
             if request.exception() is not None:
                 failed.append((row, ids))
             else:
                 yield row, ids, request.result()[0, len(ids) :].tolist()
+    return failed

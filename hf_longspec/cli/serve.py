@@ -26,10 +26,9 @@ GRACE = 2
 def run(args: SimpleNamespace) -> int:
     settings, device = options.read_settings(args.setting), find_device(args.device)
     require_free(args.host, args.port)
-    options.require_target(args.target)
     if args.max_length is not None and args.rows == 1:
         raise CommandError(f"--max-length {args.max_length} is for several --rows. Pass --rows, or drop it.")
-    with quiet(progress_bars=True):
+    with quiet():
         config = load_config(args.target)
         if (args.max_length or 0) > (most := positions_of(config)):
             raise CommandError(f"--max-length {args.max_length}: the model has {most} positions. Pass at most {most}.")

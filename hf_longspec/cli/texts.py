@@ -3,13 +3,11 @@
 import json
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from . import BUILTIN
 
@@ -18,21 +16,11 @@ HELD_OUT = ("argparse", "statistics", "tarfile", "turtle", "typing", "zipfile", 
 TEXT_SUFFIXES = {".txt", ".py", ".md", ".rst"}
 # Documents that are read; a benchmark needs some dozens of prompts.
 MAX_DOCUMENTS = 256
-# Text of SPEED-Bench in place of prompts that its preparation has to fetch from other datasets.
-PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 # Stands for the text of a user where a chat template is split.
 MARK = "<<<text>>>"
 
 
-@dataclass(frozen=True)
-class Document:
-    """A text to continue."""
-
-    name: str  # file or data set, and number
-    text: str
-
-
-def read_source(source: str, column: str | None = None) -> list[Document]:
+def read_source(source: str, column: str | None = None) -> list[str]:
     """Read the documents of `--data`: texts under a key or column, by default `text`; of a list the first one.
 
     A source is a text file, a folder of them, JSON lines, a data set as `datasets` names it, with `:` and its
@@ -41,50 +29,49 @@ def read_source(source: str, column: str | None = None) -> list[Document]:
     path = Path(source)
     if source == BUILTIN:
         library = Path(sysconfig.get_paths()["stdlib"])
-        return _texts([file for name in HELD_OUT if (file := library / f"{name}.py").exists()])
+        if not (modules := [file for name in HELD_OUT if (file := library / f"{name}.py").exists()]):
+            raise ValueError("this Python has no sources of its library. Pass a text.")
+        return _texts(modules)
     if path.is_dir() and (files := sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES)):
         return _texts(files)
     if path.is_file() and path.suffix not in (".jsonl", ".json"):
         return _texts([path])
-    documents = []
-    for number, row in islice(enumerate(read_rows(source), 1), MAX_DOCUMENTS):
-        value = row.get(column or "text") if isinstance(row, dict) else None
-        text = value[0] if isinstance(value, list) and value else value
-        if not isinstance(text, str):
-            keys = ", ".join(row) if isinstance(row, dict) else f"none, it is a {type(row).__name__}"
-            raise ValueError(
-                f"--data {source}, row {number}: {column or 'text'} is not a text; the keys are {keys}. Pass the "
-                "key of the texts as --column."
-            )
-        if PLACEHOLDER in text:
-            raise ValueError(
-                f"--data {source}, row {number}: the text is a placeholder of SPEED-Bench. Write the texts with its "
-                "prepare_data script, and pass that file."
-            )
-        documents.append(Document(f"{path.name}:{number}", text))
-    if not documents:
-        raise ValueError(f"--data {source} has no rows. Pass a source with documents.")
-    return documents
+    rows = islice(enumerate(read_rows(source), 1), MAX_DOCUMENTS)
+    return [_text_of(row, column or "text", f"--data {source}, row {number}") for number, row in rows]
 
 
 def prompts_of(source: str, column: str | None) -> Iterator[str | None]:
     """Yield the prompts; `None` for a row without one. The first row must have one, as it shows a wrong column."""
-    name = column or "prompt"
     for number, row in enumerate(read_rows(source)):
-        text = row.get(name) if isinstance(row, dict) else None
-        if not number and not isinstance(text, str):
-            keys = ", ".join(row) if isinstance(row, dict) else f"none, it is a {type(row).__name__}"
-            raise ValueError(f"--data {source}: {name} is not a text; the keys are {keys}. Pass --column.")
-        yield text if isinstance(text, str) and text else None
+        try:
+            yield _text_of(row, column or "prompt", f"--data {source}") or None
+        except ValueError:
+            if not number:
+                raise
+            yield None
+
+
+def _text_of(row: Any, column: str, where: str) -> str:
+    value = row.get(column) if isinstance(row, dict) else None
+    text = value[0] if isinstance(value, list) and value else value
+    if not isinstance(text, str):
+        keys = ", ".join(row) if isinstance(row, dict) else f"none, it is a {type(row).__name__}"
+        raise ValueError(
+            f"{where}: {column} is not a text; the keys are {keys}. Pass the key of the texts as --column."
+        )
+    return text
 
 
 def read_rows(source: str) -> Any:
     """The rows of JSON lines, or of a data set."""
-    return _json_lines(Path(source)) if Path(source).is_file() else _dataset(source)
+    rows = iter(_json_lines(Path(source)) if Path(source).is_file() else _dataset(source))
+    if (first := next(rows, None)) is None:
+        raise ValueError(f"--data {source} has no rows. Pass a source with texts.")
+    return chain([first], rows)
 
 
-def _texts(paths: Sequence[Path]) -> list[Document]:
-    return [Document(path.name, path.read_text(encoding="utf-8", errors="ignore")) for path in paths]
+def _texts(paths: Sequence[Path]) -> list[str]:
+    return [path.read_text(encoding="utf-8", errors="ignore") for path in paths]
 
 
 def _json_lines(path: Path) -> list[Any]:
@@ -119,15 +106,19 @@ def _dataset(source: str) -> Any:
     return splits.get("test") or next(iter(splits.values()))
 
 
-def around_a_message(tokenizer: Any) -> tuple[str, str]:
-    """Return what a chat template writes before and after the message of a user."""
+def as_message(tokenizer: Any, text: str) -> str:
+    """Return the text as the message of a user, as the chat template of a tokenizer writes it."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("--chat: the tokenizer of the target has no chat template. Drop --chat.")
-    message = [{"role": "user", "content": MARK}]
-    written = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    before, mark, after = written.partition(MARK)
+    message = [{"role": "user", "content": text}]
+    return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+
+
+def around_a_message(tokenizer: Any) -> tuple[str, str]:
+    """Return what a chat template writes before and after the message of a user."""
+    before, mark, after = as_message(tokenizer, MARK).partition(MARK)
     if not mark:
-        raise ValueError(f"--chat: the chat template writes {MARK!r} as {written!r}. Drop --chat.")
+        raise ValueError(f"--chat: the chat template does not write {MARK!r} as it is. Drop --chat.")
     return before, after
 
 
@@ -169,13 +160,3 @@ def cut_windows(documents: Sequence[torch.Tensor], window: int, count: int) -> t
     """`(count, window)` token ids, see [`window_starts`]."""
     starts = window_starts([len(document) for document in documents], window, count)
     return torch.stack([documents[index][offset : offset + window] for index, offset in starts])
-
-
-def left_padded(prompts: Sequence[torch.Tensor], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(B, T)` token ids and attention mask.
-
-    >>> [part.tolist() for part in left_padded([torch.tensor([5]), torch.tensor([6, 7])], 0)]
-    [[[0, 5], [6, 7]], [[0, 1], [1, 1]]]
-    """
-    ids = pad_sequence(list(prompts), True, pad_token_id, padding_side="left")
-    return ids, pad_sequence([torch.ones_like(prompt) for prompt in prompts], True, padding_side="left")

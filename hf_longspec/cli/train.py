@@ -2,13 +2,11 @@
 
 import json
 import shutil
-import signal
 import sys
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import torch
 import yaml
@@ -16,11 +14,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
     set_seed,
 )
 
@@ -39,13 +32,14 @@ def run(args: SimpleNamespace) -> int:
     recipe = recipe_of(args)
     claim_folder(recipe, [args.config, *(args.data or [])], args.resume, args.overwrite)
     try:
-        return train(recipe, args.resume)
+        train(recipe, args.resume)
     except FloatingPointError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("Interrupted. --resume continues from the last checkpoint.", file=sys.stderr)
         return options.INTERRUPTED
+    return 0
 
 
 def claim_folder(recipe: Recipe, inputs: list[Any], resume: bool, overwrite: bool) -> None:
@@ -53,21 +47,18 @@ def claim_folder(recipe: Recipe, inputs: list[Any], resume: bool, overwrite: boo
     if recipe.training.get("output_dir") is None:
         raise CommandError("training has no output_dir. Set it, or pass --output-dir.")
     folder = Path(recipe.training["output_dir"])
-    options.require_writable_folder(folder)
     if resume and not list(folder.glob("checkpoint-*/trainer_state.json")):
         raise CommandError(f"{str(folder)!r} has no complete checkpoint to resume from: start without --resume.")
     read = [*inputs, recipe.target, recipe.draft if isinstance(recipe.draft, str) else None]
-    claim([folder], read, overwrite=overwrite, resume=resume, kept=[CARD_FACTS])
+    claim(folder, read, overwrite=overwrite, resume=resume, kept=[CARD_FACTS])
 
 
 def refuse_misspelt(recipe: Recipe) -> None:
     """Refuse names in the recipe that do not exist, and a draft of another target, before anything is loaded."""
     options.check_names("training", recipe.training, {field.name for field in fields(DraftTrainingArguments)})
-    options.require_target(recipe.target)
-    for data in (recipe.dataset, recipe.eval_dataset):
-        if data is not None and "path" in data:
-            options.require_sources("", [str(data["path"])])
     config = load_config(recipe.target)
+    sources = [data["path"] for data in (recipe.dataset, recipe.eval_dataset) if data is not None and "path" in data]
+    options.require_sources(map(str, sources))
     if isinstance(recipe.draft, str):
         check_draft(recipe.draft, config)
     else:
@@ -75,7 +66,7 @@ def refuse_misspelt(recipe: Recipe) -> None:
         options.check_names("draft", settings, {*kind.settings, *vars(kind.config_class())})
 
 
-def train(recipe: Recipe, resume: bool) -> int:
+def train(recipe: Recipe, resume: bool) -> None:
     refuse_misspelt(recipe)
     lora = lora_config(recipe.lora)
     args = DraftTrainingArguments(**recipe.training)
@@ -85,9 +76,9 @@ def train(recipe: Recipe, resume: bool) -> int:
     tokenizer = load_tokenizer(recipe.target) if has_text else None
     with args.main_process_first(desc="loading of the dataset"):  # the others find it in the cache
         train_rows, eval_rows = (load_rows(source, recipe.pack, tokenizer, args) for source in sources)
-    extra = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
     with loading(recipe.target, "model of"):
-        target = AutoModelForCausalLM.from_pretrained(recipe.target, dtype=recipe.dtype, **extra)
+        how = {"dtype": recipe.dtype, "attn_implementation": recipe.attn_implementation}
+        target = AutoModelForCausalLM.from_pretrained(recipe.target, **how)
     set_seed(args.seed)  # a new draft is drawn: the same in every run and every process
     draft = make_draft(recipe, target)
     size = None if isinstance(recipe.draft, str) else getattr(draft.config, "draft_vocab_size", None)
@@ -105,20 +96,13 @@ def train(recipe: Recipe, resume: bool) -> int:
     )
     if checkpoint is None and trainer.is_world_process_zero():
         remove_checkpoints(Path(str(args.output_dir)))
-    with SaveAtInterrupt(trainer) as interruption:
-        trainer.train(resume_from_checkpoint=checkpoint)
-    state = trainer.state
-    if interruption.requested and state.global_step < state.max_steps:
-        print(f"Interrupted after step {state.global_step}, which is saved in {args.output_dir}.", file=sys.stderr)
-        print("The same command with --resume continues from there.", file=sys.stderr)
-        return options.INTERRUPTED
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     if trainer.is_world_process_zero():
         write_facts(recipe, Path(str(args.output_dir)), trainer.state)
         print(f"Saved in {args.output_dir} after {trainer.state.global_step} steps.")
-        print("To find the fastest settings of the draft on this machine:")
-        print(f"  hf-longspec tune TEXT --target {recipe.target} --draft {args.output_dir}")
-    return 0
+        print("To measure the draft on this machine:")
+        print(f"  hf-longspec bench --target {recipe.target} --draft {args.output_dir} --data TEXT")
 
 
 def remove_checkpoints(folder: Path) -> None:
@@ -126,38 +110,6 @@ def remove_checkpoints(folder: Path) -> None:
     for checkpoint in folder.glob("checkpoint-*"):
         if checkpoint.name.removeprefix("checkpoint-").isdigit():
             checkpoint.unlink() if checkpoint.is_symlink() else shutil.rmtree(checkpoint)
-
-
-class SaveAtInterrupt(TrainerCallback):
-    """Save a checkpoint and stop training after the step in which Ctrl-C is pressed; a second one stops at once.
-
-    Several processes would stop at different steps: there Ctrl-C stops at once.
-    """
-
-    def __init__(self, trainer: Trainer):
-        self.requested = False
-        trainer.add_callback(self)
-        self._single = trainer.args.world_size == 1
-
-    def __enter__(self) -> Self:
-        if self._single:
-            self._before = signal.signal(signal.SIGINT, self._request)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._single:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _request(self, *_: object) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        with suppress(RuntimeError):  # of a print that was interrupted
-            print("\nSaving a checkpoint after this step. Press Ctrl-C again to stop without it.", file=sys.stderr)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.requested:
-            control.should_save = control.should_training_stop = True
 
 
 def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, args: Any) -> Any:

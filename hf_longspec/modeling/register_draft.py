@@ -29,8 +29,6 @@ class RegisteredDraft:
     model: type[DraftModel]
     training: str | None = None  # a [`TrainingMethod`]
     convert: str | None = None  # a [`Converter`] of the checkpoints that the authors of the method published
-    # a function `(draft, target, context, measure) -> settings`, which chooses settings for `hf-longspec tune`
-    tune: str | None = None
     card: str | None = None  # template of the model card as `"package:file.md"`, needed to publish the draft
     # a function of the contents of a config.json: whether `from_pretrained(path, target=)` of the draft reads this
     # checkpoint of another project, by `convert`
@@ -44,7 +42,7 @@ class RegisteredDraft:
         return self.config.short_name(), *self.aliases, *self.presets
 
     def load(self, role: str) -> Any:
-        """Import the object that the registration names as `"training"`, `"convert"`, `"tune"` or `"reads"`."""
+        """Import the object that the registration names as `"training"`, `"convert"` or `"reads"`."""
         return resolve_name(getattr(self, role))
 
     def card_template(self) -> str:

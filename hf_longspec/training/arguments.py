@@ -49,6 +49,8 @@ class DraftTrainingArguments(TrainingArguments):
         noise_distribution (`str`, *optional*, defaults to `"uniform"`):
             LongSpec only: how a row's gap is drawn from `noise_range`: `"uniform"`, as in the paper, or `"reached"`, by
             the probability that drafting reaches the gap's level if 60 % of the drafted tokens are accepted.
+        target_kv_dir (`str`, *optional*): Folder for the target's states on the training rows (keys, values and hidden
+            states). The first run writes them. They are then read instead of running the target.
 
     Source: LongSpec (https://huggingface.co/papers/2502.17421), sections 3.2 and 4; TokenSwift
     (https://huggingface.co/papers/2502.18890), appendix B.1.
@@ -64,6 +66,7 @@ class DraftTrainingArguments(TrainingArguments):
     assistant_only: bool = field(default=False, metadata={"help": "Train only on the assistant's marked messages."})
     loss_chunk_size: int = field(default=1024, metadata={"help": "Tokens whose logits are in memory at a time."})
     target_chunk_size: int | None = field(default=None, metadata={"help": "Tokens per target forward; default: a row."})
+    target_kv_dir: str | None = field(default=None, metadata={"help": "Folder for the target's states."})
 
     # Defaults that differ from TrainingArguments. remove_unused_columns=True would empty every batch. A loss of NaN
     # ends the run here instead of being filtered from the log.

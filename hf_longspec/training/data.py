@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from .arguments import DraftTrainingArguments
+from .stored_states import padded_states
 
 IGNORED = -100  # a label that is not trained on, as in transformers
 DOCUMENTS_PER_BATCH = 1000
@@ -191,7 +192,10 @@ class DraftCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return `input_ids`, `attention_mask` and `labels`, `(B, L)`: not shifted, -100 where nothing is predicted."""
+        """Return `input_ids`, `attention_mask` and `labels`, `(B, L)`: not shifted, -100 where nothing is predicted.
+
+        For rows of a [`KVStore`], the batch also holds their positions and the target's states.
+        """
         tokens, labels = zip(*(self.encoder(row) for row in rows), strict=True)
         if not all(map(len, tokens)):
             raise ValueError("a row has no tokens: remove empty rows from the dataset.")
@@ -205,4 +209,5 @@ class DraftCollator:
             "input_ids": pad_sequence(list(tokens), batch_first=True, padding_value=self.pad_token_id),
             "labels": pad_sequence(list(labels), batch_first=True, padding_value=IGNORED),
             "attention_mask": pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True),
+            **padded_states(rows),
         }

@@ -69,6 +69,14 @@ class TrainingMethod:
         """Compute the metrics of the log from counts `(levels, 2)`."""
         raise NotImplementedError
 
+    def facts(self) -> dict[str, Any]:
+        """Return everything except the rows and the target that stored states depend on."""
+        raise NotImplementedError
+
+    def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
+        """Compute the states of the target that are stored for the training row `number`, tokens `(L,)`."""
+        raise NotImplementedError
+
     def resume(self, checkpoint: str) -> None:
         """Restore `longest_position` from the draft's configuration in the folder `checkpoint` of an earlier run."""
         if os.path.isfile(os.path.join(checkpoint, "config.json")):
@@ -128,7 +136,9 @@ class LevelsMethod(TrainingMethod):
         return torch.stack([present[:, level + 2 :].sum() for level in range(self.levels)])
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        totals, counts = self.run(model, inputs, self.target_pass(inputs["input_ids"]).hidden)
+        hidden = inputs.get("hidden")  # of a KVStore
+        hidden = self.target_pass(inputs["input_ids"]).hidden if hidden is None else hidden
+        totals, counts = self.run(model, inputs, hidden)
         return totals, counts.sum(0)
 
     def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,6 +152,12 @@ class LevelsMethod(TrainingMethod):
         missing = self.levels - len(results)
         pad = torch.nn.functional.pad
         return pad(totals, (0, missing)), pad(counts, (0, 0, 0, missing))
+
+    def facts(self) -> dict[str, Any]:
+        return {"states": list(getattr(self, "layers", ("final",))), "max_length": self.args.max_length}
+
+    def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
+        return {"hidden": self.target_pass(tokens[None].to(self.args.device)).hidden[0]}
 
 
 def trained_drafts() -> dict[str, type[PreTrainedModel]]:

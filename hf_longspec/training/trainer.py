@@ -13,6 +13,7 @@ from ..modeling.base import DraftModel
 from .arguments import DraftTrainingArguments
 from .data import DocumentEncoder, DraftCollator
 from .methods import check_length, method_of
+from .stored_states import KVStore, digest
 
 # Arguments of `Trainer` that get logits and labels, or replace the loss.
 UNUSED = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
@@ -49,6 +50,7 @@ class DraftTrainer(Trainer):
 
     # compute_loss divides the loss by the predicted tokens of the whole step
     loss_is_scaled_for_ga = True
+    train_dataset: Any
 
     def __init__(
         self,
@@ -114,6 +116,8 @@ class DraftTrainer(Trainer):
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
         if resume_from_checkpoint:
             self.method.resume(str(resume_from_checkpoint))
+        if self.args.target_kv_dir is not None and not isinstance(self.train_dataset, KVStore):
+            self.train_dataset = self._stored_rows(self.args.target_kv_dir, self.train_dataset)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> Any:
@@ -185,6 +189,25 @@ class DraftTrainer(Trainer):
             check_length(length, self.method.position_limit)
             rows = range(first, first + count)
             yield self.method.prepare(batch, self.state.global_step, total, rows)
+
+    def _stored_rows(self, folder: str, rows: Any) -> KVStore:
+        """Return the training rows with the target's states. This process writes its share of the missing ones."""
+        if not hasattr(rows, "__len__"):
+            raise ValueError(f"target_kv_dir={folder!r} needs a dataset with a length: leave out streaming=True.")
+        target = {name: getattr(self.draft.config, name) for name in ("target", "target_name_or_path")}
+        facts = self.method.facts() | target | {"first_row": digest(self.encoder(rows[0])[0])}
+
+        def row(number: int) -> dict[str, torch.Tensor]:
+            tokens, labels = self.encoder(rows[number])
+            check_length(len(tokens), self.method.position_limit)
+            return {"input_ids": tokens, "labels": labels, **self.method.stored(tokens, number)}
+
+        store = KVStore(folder, len(rows), facts)
+        self.accelerator.wait_for_everyone()  # until all processes have compared the facts
+        share = self.accelerator.process_index, self.accelerator.num_processes
+        store.fill(row, share, silent=self.args.disable_tqdm or not self.is_world_process_zero())
+        self.accelerator.wait_for_everyone()
+        return store
 
 
 def check_models(draft: Any, target: PreTrainedModel, args: DraftTrainingArguments) -> None:

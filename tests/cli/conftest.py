@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hf_longspec.cli import app, models
+from hf_longspec.cli import app, progress
 from tests.generation.conftest import widths  # noqa: F401 - a fixture
 from tests.hub.conftest import hub  # noqa: F401 - a fixture
 
@@ -25,7 +25,7 @@ def run_command(*arguments, **options):
 @pytest.fixture(autouse=True)
 def no_lines_about_progress(monkeypatch):
     """On a busy machine a command of a test may take ten seconds, too."""
-    monkeypatch.setattr(models, "LINE_SECONDS", 3600)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 3600)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import socket
 import time
 import urllib.request
 from contextlib import contextmanager
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import openai
@@ -21,6 +21,7 @@ from hf_longspec.cli.serving.routes import Limits
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 POSITIONS = 700
 NEW = 9
+HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
 def with_template(model, folder, template=TEMPLATE):
@@ -87,6 +88,29 @@ class Reference:
             torch.manual_seed(seed)
         out = self.model.generate(**inputs, **{"max_new_tokens": new, "do_sample": False} | options)
         return self.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+class Held:
+    """The thread of the model, busy until the end of a `with` block, in which requests wait."""
+
+    def __init__(self, server):
+        self.event = Event()
+        server.decoder.thread.submit(self.event.wait)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.event.set()
+
+
+def sent(server, text, new=NEW):
+    """A socket on which a request without a stream was sent."""
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": new}
+    data = json.dumps(body).encode()
+    client.sendall(f"{HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return client
 
 
 def ask(server, text, new=NEW, **options):

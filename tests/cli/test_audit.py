@@ -6,20 +6,15 @@ import pytest
 import torch
 
 import hf_longspec.generation.sampling as rules
-from hf_longspec.generation.verification import Acceptance, accept_greedy, accept_rejection, accept_sampled
-from tests.cli.conftest import HUB_CARDS
+from hf_longspec.generation.verification import Acceptance, accept_greedy, accept_sampled
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 # A SpecAttn draft that reads next to nothing, and so is wrong often.
 BLIND = ["--draft", "specattn", "--set", "sparse_min_tokens=4", "--set", "sparse_ratio=0.02"]
 BLIND += ["--set", "selection=window"]
-# The whole bundled target: what is left of it in two layers is too near to this draft.
-SMALL = ["--target", HUB_CARDS / "tiny-target", "--draft", HUB_CARDS / "tiny-assistant"]
-SMALL += ["--set", "acceptance=rejection"]
 SHORT = ["--max-new-tokens", 24, "--context", 96]
-# A cold distribution, far from that of the draft: with it the broken rules below deviate by 10 sigma and more.
 SAMPLED = ["--max-new-tokens", 4, "--context", 24, "--samples", 128, "--sample-tokens", 3, "--batch", 128]
-SAMPLED += ["--temperature", 1.0, "--set", "num_assistant_tokens=2"]  # the last of two values counts
+SAMPLED += ["--temperature", 1.5, "--set", "num_assistant_tokens=2", "--draft", "ngram"]
 
 
 @pytest.fixture
@@ -69,8 +64,7 @@ def test_a_greedy_rule_that_accepts_everything_is_caught(audit, command, tiny, m
     assert checked["max_gap"] == -min(checked["margins"])
     shown = command("audit", tiny.notes, "--target", tiny.target, *SHORT, *how)
     assert shown.exit_code == 1 and shown.stdout.rstrip().endswith("NOT lossless")
-    place = f"tokens are the model's argmax; the first other one is {checked['first_divergence']}. Largest gap"
-    assert place in shown.stdout  # on one line
+    assert "tokens are the model's argmax. Largest gap" in shown.stdout  # on one line
 
 
 def test_near_ties_only_are_no_failure(audit, monkeypatch):
@@ -88,29 +82,17 @@ def test_near_ties_only_are_no_failure(audit, monkeypatch):
     assert audit("--draft", "ngram", "--dtype", "float32", "--eps", 50)[0] == 1
 
 
-def broken_rejection(tree, scores, uniforms, noise):
-    return accept_rejection(tree, scores, torch.zeros_like(uniforms), noise)  # accepts whatever was drafted
-
-
 def broken_walk(tree, scores, noise):
     """Draws from a colder distribution than the target's."""
     return accept_sampled(tree, scores * 3, noise)
 
 
-@pytest.mark.parametrize(
-    ("rule", "broken", "draft"),
-    [
-        pytest.param("accept_rejection", broken_rejection, SMALL, marks=pytest.mark.soak),
-        ("accept_sampled", broken_walk, ["--draft", "ngram", "--temperature", 1.5]),
-    ],
-    ids=["rejection", "walk"],
-)
-def test_a_broken_rule_of_sampling_is_caught(audit, monkeypatch, rule, broken, draft):
-    status, found = audit(*SAMPLED, *draft)
+def test_a_broken_rule_of_sampling_is_caught(audit, monkeypatch):
+    status, found = audit(*SAMPLED)
     assert status == 0 and found["sampling"]["verdict"] == "follows the distribution"
     assert found["sampling"]["num_samples"] == 128
-    monkeypatch.setattr(rules, rule, broken)
-    status, found = audit(*SAMPLED, *draft)
+    monkeypatch.setattr(rules, "accept_sampled", broken_walk)
+    status, found = audit(*SAMPLED)
     assert status == 1
     assert found["prompts"][0]["verdict"] == "exact", "the greedy rule is not the one that was broken"
     assert found["sampling"]["verdict"] == "does NOT follow the distribution"

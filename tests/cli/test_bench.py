@@ -47,6 +47,7 @@ def test_sampled_texts_are_those_of_the_loop_for_the_seed(invoke):
     result = invoke("--draft", "ngram", "--temperature", "1")
     found = [(run["method"], run["text"]) for run in of_kind(read_records(Path("bench.jsonl")), "run")]
     assert result.exit_code == 0 and "│ reference" in result.output
+    assert result.output.rstrip().endswith("After 64 tokens one turn shows no clear difference.")
     assert found == [(HF, "not compared"), (PLAIN, "reference"), ("ngram", "identical")]
 
 
@@ -67,6 +68,34 @@ def test_ratios_are_medians_over_turns_and_a_wrong_text_has_no_speed():
     assert rows["b"]["text"] == "differs" and "tokens_per_second" not in rows["b"]
 
 
+def row(context, method, low, high, count=3):
+    """A draft whose ratio to the loop without a draft is in this range, and twice that to `generate`."""
+    ratio = {"median": (low + high) / 2, "low": low, "high": high, "count": count}
+    twice = {name: value * 2 for name, value in ratio.items()}
+    return {"context": context, "method": method, "ratio_to_no_draft": ratio, "ratio_to_generate": twice}
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([row(64, "a", 1.5, 1.6), row(64, "b", 1.1, 1.4)], "After 64 tokens use a."),
+        (
+            [row(64, "a", 1.5, 1.6), row(8192, "a", 1.2, 1.3), row(128, "a", 0.8, 1.0)],
+            "After 64 and 8,192 tokens use a; after 128 tokens no draft pays.",
+        ),
+        (
+            [row(64, "a", 1.5, 1.6), row(64, "b", 1.1, 1.5)],
+            "After 64 tokens there is no clear difference between a and b.",
+        ),
+        ([row(64, "a", 0.9, 1.2)], "After 64 tokens there is no clear difference between a and no draft."),
+        ([row(64, "a", 1.5, 1.5, count=1)], "After 64 tokens one turn shows no clear difference."),
+        ([row(64, HF, 1.5, 1.6)], "After 64 tokens no draft has a speed."),
+    ],
+)
+def test_the_advice_follows_from_the_ranges(rows, said):
+    assert bench.advice(rows) == said
+
+
 def test_an_interrupted_run_keeps_the_turns_that_ended(invoke, monkeypatch):
     calls = []
 
@@ -80,7 +109,7 @@ def test_an_interrupted_run_keeps_the_turns_that_ended(invoke, monkeypatch):
     assert result.exit_code == 130 and "│ generate" in result.output
     assert [run["turn"] for run in of_kind(read_records(Path("bench.jsonl")), "run")] == [0, 0, 0]
     again = invoke()
-    assert again.exit_code == 2 and "bench.jsonl exists. Pass --overwrite" in again.output
+    assert again.exit_code == 2 and "already there: bench.jsonl. Pass --overwrite" in again.output
 
 
 def test_a_method_that_is_refused_or_out_of_memory_is_left_out_with_the_reason(invoke, monkeypatch):
@@ -108,4 +137,4 @@ def test_a_wrong_text_is_the_exit_status(invoke, monkeypatch):
 
 def test_the_gate_is_off_where_there_is_one(monkeypatch):
     monkeypatch.setattr(NgramDraftModel, "settings", NgramDraftModel.settings | {"gate": True})
-    assert bench.load_draft("ngram", tiny_target("llama")).setting("gate") is False
+    assert bench.ungated(NgramDraftModel.from_target(tiny_target("llama"))).setting("gate") is False

@@ -10,7 +10,6 @@ import pytest
 import typer
 
 from hf_longspec.cli.app import app
-from hf_longspec.cli.tune import Tuner
 from tests.docs.blocks import blocks_of, read
 from tests.docs.test_commands import examples_of
 
@@ -20,7 +19,7 @@ EXAMPLES = [line for block in blocks_of("docs/cli.md") if block.language == "bas
 # Sizes that are small enough for a test, on top of those of an example; the last of two values counts.
 SMALL = {"generate": ["--max-new-tokens", "8"]}
 SMALL |= {"audit": ["--max-new-tokens", "8", "--context", "24", "--sample-tokens", "2"]}
-SMALL |= {"tune": ["--max-new-tokens", "8", "--context", "64", "--repeats", "1", "--prompts", "1"], "env": []}
+SMALL |= {"env": []}
 # With the tiny target and draft in place of those of the Hub, and shorter.
 HELPED = [
     line.replace("Qwen/Qwen3-0.6B", "hub_cards/tiny-target").replace("org/draft", "./draft")
@@ -41,21 +40,8 @@ def folder(tiny, tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def decoded_once(monkeypatch):
-    """`tune` decodes with its first candidate, and takes the others to be as fast; test_tune.py measures them all."""
-    decode, found = Tuner._decode, []
-
-    def once(*call):
-        if not found:
-            found.append(decode(*call))
-        return found[0]
-
-    monkeypatch.setattr(Tuner, "_decode", once)
-
-
 @pytest.mark.parametrize("line", EXAMPLES + HELPED)
-def test_an_example_runs(command, folder, monkeypatch, decoded_once, line):
+def test_an_example_runs(command, folder, monkeypatch, line):
     monkeypatch.chdir(folder)
     (program, name, *words), text = shlex.split(line), None
     if "<" in words:
@@ -65,7 +51,7 @@ def test_an_example_runs(command, folder, monkeypatch, decoded_once, line):
     assert program == "hf-longspec" and result.exit_code == 0, f"{line}\n{result.output}"
     assert result.stdout.strip() or "--data" in words
     for option, value in pairwise(words):
-        if option in ("--html", "--output"):
+        if option == "--output":
             assert Path(value).exists(), line
             if Path(value).is_dir():
                 shutil.rmtree(value)

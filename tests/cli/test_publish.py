@@ -2,11 +2,10 @@
 
 import json
 import shutil
-import socket
 import sys
 
 import pytest
-from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from huggingface_hub.errors import HfHubHTTPError
 
 import hf_longspec
 from hf_longspec import LongSpecDraftModel
@@ -39,14 +38,8 @@ def folder(saved, tmp_path):
 
 @pytest.fixture
 def offline(monkeypatch):
-    """Every attempt to use the network fails the test."""
-
-    def refuse(*arguments, **options):
-        raise AssertionError("the network was used")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(repository, "HfApi", refuse)
+    """The use of the Hub fails the test."""
+    monkeypatch.setattr(repository, "HfApi", lambda *_, **__: pytest.fail("the network was used"))
 
 
 @pytest.mark.usefixtures("offline")
@@ -55,32 +48,18 @@ class TestDryRun:
         result = run(folder, "--dry-run", "--base-model", "org/t", "--repo", "org/longspec-draft", "--license", "mit")
         assert result.exit_code == 0, result.output
         output = folder.with_name("draft-hub")
-        sizes = {
-            path.relative_to(output).as_posix(): path.stat().st_size for path in output.rglob("*") if path.is_file()
-        }
-        lines = [line.split() for line in result.output.splitlines()]
-        package = [name for name in sizes if name.startswith("engine/hf_longspec/")]
-        assert len(package) > 100
-        count, sizes["engine/hf_longspec/"] = len(sizes), sum(sizes.pop(name) for name in package)
-        assert {name: int(size.replace(",", "")) for size, name in lines[:-1]} == sizes
-        assert int(lines[-1][0].replace(",", "")) == sum(sizes.values())
-        assert f"in {count} files" in result.output and "would be uploaded to org/longspec-draft" in result.output
+        sizes = [path.stat().st_size for path in output.rglob("*") if path.is_file()]
+        assert result.output.startswith(f"{sum(sizes):,} bytes in {len(sizes)} files of {output} would be uploaded")
         text = (output / "README.md").read_text()
         assert (
             "license: mit" in text and 'from_pretrained("org/longspec-draft", trust' in text and "Not measured." in text
         )
 
-    def test_over_what_exists_on_request_alone(self, folder):
-        """Its own output and the draft itself too: the measured results on a card would be lost."""
+    def test_over_what_exists_on_request(self, folder):
+        """Into the folder of the draft, too."""
         (folder / "README.md").write_text("tau 2.5")
-        for output, is_new in ((folder.with_name("out"), True), (folder, False)):
-            arguments = [folder, "--dry-run", "--base-model", "org/t", "--output", output]
-            assert not is_new or run(*arguments).exit_code == 0
-            before = (output / "README.md").read_text()
-            refused = run(*arguments)
-            assert refused.exit_code == 2 and f"{output}/README.md" in refused.output
-            assert (output / "README.md").read_text() == before
-            assert run(*arguments, "--overwrite").exit_code == 0
+        result = run(folder, "--dry-run", "--base-model", "org/t", "--output", folder, "--overwrite")
+        assert result.exit_code == 0 and "Not measured." in (folder / "README.md").read_text()
 
     def test_the_facts_beside_the_draft_and_what_was_measured(self, folder, tmp_path):
         facts = {"base_model": "org/t", "training": "3 steps.", "command": "hf-longspec train", "commit": "c0ffee"}
@@ -103,13 +82,6 @@ class TestDryRun:
             assert (output / "engine/hf_longspec/__init__.py").is_file() == (name != pinned)
             assert (f"to {shared} if that does not exist" in result.output) == (name != pinned)
             shutil.rmtree(output / "engine", ignore_errors=True)
-
-    @pytest.mark.parametrize("where", [(), ("--repo", "org/x", "--self-contained")])
-    def test_a_folder_that_holds_its_code(self, folder, where):
-        assert run(folder, "--dry-run", "--base-model", "org/t", *where).exit_code == 0
-        output = folder.with_name("draft-hub")
-        assert 'ENGINE = "."' in (output / STUB).read_text() and (output / "hf_longspec/__init__.py").is_file()
-        assert not (output / "engine").exists()
 
     @pytest.mark.parametrize(
         ("arguments", "text", "complaint"),
@@ -149,11 +121,10 @@ class TestUpload:
     @pytest.mark.parametrize(
         ("failure", "remedy"),
         [
-            (LocalTokenNotFoundError("no token"), "hf auth login"),
-            (HfHubHTTPError("403 Forbidden\nlong story", response=FORBIDDEN), "hf auth whoami"),
-            (CLIENT.ConnectError("no route"), "--dry-run"),
+            (HfHubHTTPError("403 Forbidden: log in.", response=FORBIDDEN), "403 Forbidden: log in."),
+            (CLIENT.ConnectError("no route"), "the Hub was not reached: no route. Check the connection"),
         ],
-        ids=["token", "rights", "network"],
+        ids=["rights", "network"],
     )
     def test_failures_name_a_remedy_in_one_line(self, folder, hub, failure, remedy):
         hub.fail = failure

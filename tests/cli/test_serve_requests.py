@@ -2,22 +2,16 @@
 
 import http.client
 import json
-import os
-import signal
 import socket
-import sys
-import time
-from multiprocessing import get_context
 from threading import Event
 
 import openai
 import pytest
 from fastapi.routing import APIRoute
 
-from hf_longspec.cli import app
 from hf_longspec.modeling.plain.modeling_plain import PlainDraftModel
 from tests.cli.conftest import HUB_CARDS
-from tests.cli.served import NEW, Reference, answered, ask, serving, wait_for
+from tests.cli.served import HEAD, NEW, Held, Reference, answered, ask, sent, serving, wait_for
 from tests.cli.test_serve_isolation import tiny
 
 ROUTES = {
@@ -117,10 +111,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["single", "stream"])
 @pytest.mark.parametrize(("fields", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_what_is_not_obeyed_is_refused_by_its_name(server, fields, said, stream):
-    status, text = chat(server, **{"stream": stream} | fields)
+def test_what_is_not_obeyed_is_refused_by_its_name(server, fields, said):
+    status, text = chat(server, **{"stream": True} | fields)
     assert status == 400 and said in json.loads(text)["error"]["message"]
 
 
@@ -187,24 +180,10 @@ def test_transformers_chat(server, monkeypatch, capsys):
     assert "alreadyloaded" in shown and f"{NEW}tokens" in shown
 
 
-class Busy:
-    """The thread of the model is busy in a `with` block."""
-
-    def __init__(self, server):
-        self._event = Event()
-        server.decoder.thread.submit(self._event.wait)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._event.set()
-
-
 def test_requests_that_wait_are_bounded(server, expected):
     """Two may wait for one. What was accepted is answered, and a client that leaves makes room."""
     wait_for(lambda: not server.decoder.jobs)
-    with Busy(server):
+    with Held(server):
         streams = [ask(server, QUESTION, stream=True) for _ in range(3)]
         with pytest.raises(openai.RateLimitError, match="2 requests wait already"):
             ask(server, QUESTION)
@@ -219,8 +198,7 @@ def test_a_large_body_is_refused_before_it_is_read(server):
     """With its length in advance, and in chunks. The server answers before it has all of it."""
     assert call(server, "/v1/chat/completions", b"", headers=JSON | {"Content-Length": str(2**26)})[0] == 413
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        client.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        client.sendall(f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode())
         for _ in range(2):  # of any number
             client.sendall(b"100000\r\n" + b" " * 2**20 + b"\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 413")
@@ -239,10 +217,7 @@ def test_a_long_prompt_does_not_hold_up_other_requests(server, monkeypatch):
         return apply(*args, **kwargs)
 
     monkeypatch.setattr(loaded.processor, "apply_chat_template", slow)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
-        data = json.dumps({"messages": MESSAGES, "max_tokens": 1}).encode()
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    with sent(server, QUESTION) as client:
         assert working.wait(30)
         assert call(server, "/health", method="GET")[0] == 200
         go_on.set()
@@ -268,37 +243,3 @@ def test_abuse_gets_4xx_and_the_server_goes_on(server, body, headers):
     status, text = call(server, "/v1/chat/completions", body, headers=headers)
     assert 400 <= status < 500 and "Traceback" not in text
     assert call(server, "/health", method="GET")[0] == 200
-
-
-def served_alone(*arguments):
-    """The command, in a process of its own, which has imported torch."""
-    # a shell lets commands in the background ignore SIGINT, and so do the tests that run there
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = ["hf-longspec", "serve", *arguments]
-    app.main()
-
-
-def test_ctrl_c_ends_the_process_in_the_middle_of_an_answer(folder):
-    """A stream of 600 tokens is cut off, and the status is that of an interruption."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = get_context("fork").Process(target=served_alone, args=("--target", str(folder), "--port", str(port)))
-    process.start()
-    try:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        until = time.monotonic() + 300
-        while True:
-            try:
-                stream = client.chat.completions.create(
-                    model=str(folder), messages=MESSAGES, max_tokens=600, stream=True
-                )
-                break
-            except openai.APIConnectionError:
-                assert process.is_alive() and time.monotonic() < until
-                time.sleep(0.2)
-        next(iter(stream))
-        os.kill(process.pid, signal.SIGINT)
-        process.join(60)
-        assert process.exitcode == 130
-    finally:
-        process.kill()

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from hf_longspec.cli import CommandError
-from hf_longspec.cli.bench import prompts_of
-from hf_longspec.cli.texts import HELD_OUT, Document, read_source, window_starts
+from hf_longspec.cli import CommandError, bench
+from hf_longspec.cli.texts import HELD_OUT, prompts_of, read_source, window_starts
 
 
 def test_lines_are_read_by_column_also_with_separators_inside(tmp_path):
@@ -19,8 +18,9 @@ def test_lines_are_read_by_column_also_with_separators_inside(tmp_path):
     path = tmp_path / "d.jsonl"
     lines = (json.dumps({"text": each, "turns": ["Q?", each]}, ensure_ascii=False) + "\n" for each in texts)
     path.write_text("".join(lines), encoding="utf-8")
-    assert [(d.name, d.text) for d in read_source(str(path))] == [("d.jsonl:1", texts[0]), ("d.jsonl:2", "b")]
-    assert [d.text for d in read_source(str(path), "turns")] == ["Q?", "Q?"]
+    assert read_source(str(path)) == texts and read_source(str(path), "turns") == ["Q?", "Q?"]
+    path.write_text('{"prompt": "a"}\n{"prompt": 1}\n{"prompt": ""}\n[2]\n')
+    assert list(prompts_of(str(path), None)) == ["a", None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,6 @@ def test_lines_are_read_by_column_also_with_separators_inside(tmp_path):
     [
         ('{"prompt": "x", "label": 1}', "row 1: text is not a text; the keys are prompt, label"),
         ('{"text": "x"}\n{"text": []}', "row 2: text is not a text"),
-        ('{"text": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING X"]}', "row 1: .* SPEED-Bench"),
         ("[1]", "row 1: text is not a text; the keys are none, it is a list"),
         ('{"text": "x"}\n{"text"\n', "line 2: "),
         ("\n", "has no rows"),
@@ -46,21 +45,20 @@ def test_a_folder_of_texts_and_a_data_set_as_datasets_reads_it(tmp_path):
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "b.txt").write_text("B", encoding="utf-8")
     (tmp_path / "books" / "a.txt").write_text("A", encoding="utf-8")
-    assert [d.text for d in read_source(str(tmp_path / "books"))] == ["A", "B"]
+    assert read_source(str(tmp_path / "books")) == ["A", "B"]
     (tmp_path / "sets").mkdir()
     for split, count in (("train", 2), ("test", 300)):
         rows = Dataset.from_list([{"report": f"{split} {number}"} for number in range(count)])
         rows.to_parquet(str(tmp_path / "sets" / f"{split}.parquet"))
     found = read_source(str(tmp_path / "sets"), "report")
-    assert len(found) == 256 and found[1].text == "test 1"
+    assert len(found) == 256 and found[1] == "test 1"
     for absent in (tmp_path / "absent", "no/such/set"):
         with pytest.raises(ValueError, match="--data"):
             read_source(str(absent))
 
 
 def test_the_standard_library_gives_the_modules_that_the_training_script_leaves_out():
-    names = {document.name for document in read_source("builtin")}
-    assert {"argparse.py", "typing.py"} <= names <= {f"{name}.py" for name in HELD_OUT}
+    assert read_source("builtin")[0].startswith("# Author: Steven J. Bethard") and HELD_OUT[0] == "argparse"
     script = Path(__file__).parents[2] / "recipes" / "train_tiny_target.py"
     assignments = [node for node in ast.parse(script.read_text(encoding="utf-8")).body if isinstance(node, ast.Assign)]
     named = {node.targets[0].id: node.value for node in assignments if isinstance(node.targets[0], ast.Name)}
@@ -99,12 +97,12 @@ class ChatTokenizer:
 
 
 def test_a_chat_template_surrounds_every_window():
-    documents = [Document("a", "b" * 50), Document("c", "d" * 40), Document("e", "f")]
-    found = ["".join(map(chr, ids)) for ids in prompts_of(ChatTokenizer(), documents, 40, 4, chat=True).tolist()]
+    documents = ["b" * 50, "d" * 40, "f"]
+    found = ["".join(map(chr, ids)) for ids in bench.prompts_of(ChatTokenizer(), documents, 40, 4, chat=True).tolist()]
     assert {len(each) for each in found} == {40} and {each[6] for each in found} == {"b", "d"}
     assert all(each.startswith("[user]") and each.endswith("[model]") for each in found)
     with pytest.raises(CommandError, match="the chat template alone has 13 tokens"):
-        prompts_of(ChatTokenizer(), documents, 13, 4, chat=True)
+        bench.prompts_of(ChatTokenizer(), documents, 13, 4, chat=True)
 
 
 def test_tokenizers_without_a_usable_chat_template_are_refused():
@@ -112,6 +110,9 @@ def test_tokenizers_without_a_usable_chat_template_are_refused():
         def apply_chat_template(self, messages, **_):
             return messages[0]["content"].upper()
 
-    for tokenizer, message in ((lambda text, **_: {"input_ids": []}, "no chat template"), (Shouting(), "writes")):
+    for tokenizer, message in (
+        (lambda text, **_: {"input_ids": []}, "no chat template"),
+        (Shouting(), "does not write"),
+    ):
         with pytest.raises(ValueError, match=f"--chat: .*{message}"):
-            prompts_of(tokenizer, [Document("a", "b")], 20, 1, chat=True)
+            bench.prompts_of(tokenizer, ["b"], 20, 1, chat=True)

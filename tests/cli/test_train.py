@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_longspec import LongSpecDraftModel
 from hf_longspec.cli import options, train
-from hf_longspec.cli import recipe as recipes
 from hf_longspec.training import DraftTrainer
 from tests.cli.conftest import run_command
 from tests.tiny_tokenizers import save_byte_target
@@ -79,25 +77,6 @@ def test_what_was_trained_is_noted_for_the_card(run, data, tmp_path, monkeypatch
     assert facts["command"] in text and facts["commit"] in text and "2 steps" in text
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "learning_rate", "max_offset"),
-    [
-        ("longspec_pretrain", 8 * 2048, 5e-4, 30_000),
-        ("longspec_long", 8 * 64, 5e-6, 0),
-        ("longspec_sft", 8 * 256, 5e-6, 0),
-        ("tokenswift", 24_000, 5e-3, None),
-        ("tokenswift_14b", 24_000, 1e-3, None),
-    ],
-)
-def test_recipes_have_the_papers_numbers(name, rows, learning_rate, max_offset):
-    """LongSpec: rows per step of Appendix D, offsets of Section 4.1. TokenSwift: books of the whole run."""
-    found = recipes.read_recipe(RECIPES / f"{name}.yaml", {}).training
-    assert (found["learning_rate"], found.get("max_offset")) == (learning_rate, max_offset)
-    per_device = found["per_device_train_batch_size"] * found["gradient_accumulation_steps"]
-    assert rows == per_device * (64 if max_offset is not None else 4 * found["max_steps"])
-    assert not max_offset or found["anchors"] == 4
-
-
 @pytest.fixture
 def recipe(data, tmp_path):
     """A recipe of a stream of tokens, which needs no tokenizer."""
@@ -158,45 +137,27 @@ def test_texts_of_the_command_line_replace_the_dataset_and_are_tokenized_once(
     assert tokenized[0] == tokenized[1] and tokenized[0][0] and tokenized[0][1] == 0
 
 
-def press_ctrl_c(patch, step, times):
-    """Press Ctrl-C so often in one step of the next run."""
-
-    def press(_, trainer, *__, **___):
-        for _ in range(times if trainer.state.global_step == step - 1 else 0):
-            signal.raise_signal(signal.SIGINT)
-
-    after(patch, DraftTrainer, "compute_loss", press)
-
-
-def test_ctrl_c_saves_the_step_and_resuming_gives_the_draft_of_a_run_that_was_not_interrupted(
-    run, recipe, tmp_path, monkeypatch
-):
-    arguments = ["train", "--config", recipe, "--set", "training.save_steps=100"]  # no checkpoint comes by itself
+def test_resuming_gives_the_draft_of_a_run_that_was_not_interrupted(run, recipe, tmp_path, monkeypatch):
+    arguments = ["train", "--config", recipe]  # a checkpoint every second step
     assert run(*arguments, "--output-dir", tmp_path / "whole")[0] == 0
-    handler = signal.getsignal(signal.SIGINT)
+
+    def interrupt(_, trainer, *__, **___):
+        if trainer.state.global_step == 3:
+            raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
-        press_ctrl_c(patch, step=3, times=1)
-        status, output = run(*arguments, "--output-dir", tmp_path / "run")
-        assert status == 130 and signal.getsignal(signal.SIGINT) is handler
-        assert f"Interrupted after step 3, which is saved in {tmp_path / 'run'}." in output
-        assert "with --resume" in output and "Saved in" not in output
-    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
-    status, output = run(*arguments, "--output-dir", tmp_path / "run", "--resume")
+        after(patch, DraftTrainer, "compute_loss", interrupt)
+        status, output = run(*arguments)
+        assert status == 130 and "--resume continues from the last checkpoint" in output and "Saved in" not in output
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+    status, output = run(*arguments, "--resume")
     assert status == 0 and "after 4 steps" in output
     (written,) = re.findall(r"```yaml\n(.*)```", json.loads((tmp_path / "run/card.json").read_text())["training"], re.S)
     written, whole = (yaml.load(text, options.YamlLoader) for text in (written, recipe.read_text()))
-    assert written["training"] == {**whole["training"], "output_dir": "run", "save_steps": 100}
+    assert written["training"] == {**whole["training"], "output_dir": "run"}
     assert all(written[name] == whole[name] for name in ("pack", "draft"))
     for file in ("model.safetensors", "config.json"):  # the config has the largest position
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "run" / file).read_bytes()
-
-
-def test_a_second_ctrl_c_stops_at_once(run, recipe, tmp_path, monkeypatch):
-    handler = signal.getsignal(signal.SIGINT)
-    press_ctrl_c(monkeypatch, step=2, times=2)
-    status, output = run("train", "--config", recipe)
-    assert status == 130 and "Ctrl-C again" in output and "--resume" in output
-    assert not list((tmp_path / "run").glob("checkpoint-*")) and signal.getsignal(signal.SIGINT) is handler
 
 
 def test_lora_saves_an_adapter(run, recipe, tmp_path):
@@ -213,19 +174,15 @@ def test_lora_saves_an_adapter(run, recipe, tmp_path):
     ("arguments", "complaint"),
     [
         (["--set", "training.learning_rat=1"], "unknown key 'learning_rat' in training: did you mean learning_rate?"),
-        (["--set", "datset={}"], "unknown key 'datset' in recipe: did you mean dataset?"),
         (["--set", "draft.windw=3"], "unknown key 'windw' in draft: did you mean window?"),
         (["--set", "lora={rank: 3}"], "unknown key 'rank' in lora"),
         (["--set", "training.output_dir=null"], "training has no output_dir"),
-        (["--set", "dataset=null"], "has no dataset: a recipe needs target, training, dataset"),
-        (["--set", "training=3"], "Field 'training' expected a dict, got int"),
+        (["--set", "dataset=null"], "Field 'dataset' expected a dict, got NoneType"),
         (["--set", "dtype=int8"], "'dtype' expected one of ('auto', 'float32', 'bfloat16', 'float16'), got int8"),
         (["--set", "pack.size=3"], "pack is 25 in the recipe, not a mapping"),
         (["--set", "pack=0"], "pack: 0 in the recipe: expected the number of tokens per row, at least 1."),
-        (["--set", "pack=null"], "pack to the number of tokens"),
         (["--set", "pack=601"], "fewer than one row of length=601"),
         (["--set", "eval_dataset={}"], "eval_dataset has neither path nor tokens."),
-        (["--set", "dataset.tokens=none.npy"], "cannot load the tokens of 'none.npy'"),
         (["--set", "dataset={path: json, data_files: DATA}"], "has the splits train: add split"),
         (["--set", "draft.kind=medusa"], "expected one of dflash, eagle3, longspec, mtp, tokenswift."),
         (["--config", "hub_cards/tiny-longspec/model.safetensors"], "model.safetensors is not UTF-8 text."),
@@ -254,14 +211,3 @@ def test_a_diverged_run_has_its_own_exit_status(run, recipe, target, tmp_path):
     status, output = run("train", "--config", recipe, target=tmp_path / "broken")
     assert status == 1
     assert "error: the loss at step 1 is nan" in output
-
-
-@pytest.mark.parametrize("name", ["multi_gpu", "fsdp", "deepspeed"])
-def test_accelerate_reads_its_configurations(name):
-    config_args = pytest.importorskip("accelerate.commands.config.config_args")
-    config = config_args.load_config_from_file(str(RECIPES / "accelerate" / f"{name}.yaml"))
-    assert config.distributed_type.value == name.upper()
-    assert config.num_processes == 8
-    if name == "fsdp":
-        # a class to wrap would have to be in every kind of draft
-        assert config.fsdp_config["fsdp_auto_wrap_policy"] == "NO_WRAP"

@@ -29,14 +29,6 @@ DRAFTED = re.compile(r"assistant_model=|custom_generate=")  # what our loop is c
 COMPLETE = ("README.md", "docs/quicktour.md", "docs/contextual_penalty.md")
 # Run by a test of their own, with what they need.
 RUN_BY = {"docs/training.md": "tests/training/test_documentation.py"}
-# Blocks that cannot run here. A new one is added with its reason in the page and its number here.
-NOT_RUN = dict.fromkeys(
-    (
-        *("docs/dflash.md", "docs/eagle3.md", "docs/gemma4_assistant.md", "docs/large_models.md", "docs/longspec.md"),
-        *("docs/mtp.md", "docs/publishing.md", "docs/serving.md"),
-    ),
-    1,
-)
 
 
 def runnable(page):
@@ -111,20 +103,3 @@ def test_a_page_shows_what_its_blocks_print(page, shown_outputs, checkout, monke
             assert words == printed and taus == pytest.approx(measured, rel=0.05)
             count += 1
     assert count == shown_outputs
-
-
-def test_every_page_is_run_somewhere():
-    assert {page for page in PAGES if runnable(page)} >= {*COMPLETE, *RUN_BY}
-    for page, test in RUN_BY.items():
-        assert page.rsplit("/", 1)[-1] in (PROJECT / test).read_text(encoding="utf-8")
-
-
-def test_what_is_not_run_is_marked_and_counted():
-    marked = {page: [block for block in blocks_of(page) if block.reason is not None] for page in PAGES}
-    assert {page: len(blocks) for page, blocks in marked.items() if blocks} == NOT_RUN
-    assert all(len(block.reason) > 10 for blocks in marked.values() for block in blocks)
-
-
-def test_an_id_of_the_hub_that_has_no_substitute_is_not_looked_up(checkout):
-    with pytest.raises(OSError, match="find them in the cached files"):
-        AutoModel.from_pretrained("org/unknown")

@@ -101,7 +101,7 @@ def test_buffers_belong_to_one_call_at_a_time(pair):
 
 
 def test_settings_that_change_between_calls_reach_the_graphs():
-    """A graph keeps the settings that it was captured with, so a changed one needs new graphs; `tune` changes them."""
+    """A graph keeps the settings that it was captured with, so a changed one needs new graphs."""
     model, captured = tiny_target("llama", vocab_size=24), []
     draft = random_eagle3_draft(model, tree_widths=[9, 6])
     draft.generation_config.compile = "graph"

@@ -5,9 +5,7 @@ from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoModel
 
 import hf_longspec
 from hf_longspec import Eagle3DraftModel, LongSpecDraftModel, NgramConfig, NgramDraftModel
-from hf_longspec.cli import CommandError
 from hf_longspec.cli.models import open_draft
-from hf_longspec.cli.tune import plan_for
 from hf_longspec.hub.repository import Card, render
 from hf_longspec.modeling.register_draft import DRAFTS, preset_of, weightless_drafts
 from hf_longspec.training.methods import TrainingMethod, method_of
@@ -19,10 +17,6 @@ HERE = "tests.modeling.test_register_draft"
 
 class ToyMethod(TrainingMethod):
     """A training method, which `training=` names."""
-
-
-def toy_plan(draft, target, context, measure):
-    return {"politeness": 2}
 
 
 @pytest.fixture
@@ -49,17 +43,14 @@ def test_a_draft_of_another_package(register, target, tmp_path):
 
 
 def test_the_lazy_parts_are_found_when_they_are_used(register, target):
-    register(ToyConfig, ToyDraftModel, training=f"{HERE}:ToyMethod", tune=f"{HERE}:toy_plan")
+    register(ToyConfig, ToyDraftModel, training=f"{HERE}:ToyMethod")
     draft = ToyDraftModel.from_target(target("llama"))
-    assert method_of(draft).__name__ == "ToyMethod" and plan_for(draft)(None, None, 0, None) == {"politeness": 2}
+    assert method_of(draft).__name__ == "ToyMethod"
     with pytest.raises(ValueError, match=r"ToyDraftModel was registered without a model card: pass card='package:fi"):
         render(draft, Card(base_model="org/target").complete(draft, "org/toy"))
     register(ToyConfig, ToyDraftModel, training="no_such_package.training:Method")  # nothing is imported here
     with pytest.raises(ImportError, match="no_such_package"):
         method_of(draft)
-    tuned = [draft.names[0] for draft in DRAFTS.values() if draft.tune]
-    with pytest.raises(CommandError, match=rf"toy drafts .*{' or '.join(tuned)}"):
-        plan_for(draft)
 
 
 class LlamaLikeConfig(hf_longspec.DraftConfig):
@@ -101,7 +92,7 @@ def test_names_on_the_command_line():
 def test_every_name_of_a_registered_draft_can_be_resolved(kind):
     draft = DRAFTS[kind]
     assert "## Limits" in draft.card_template()
-    for role in ("training", "convert", "tune"):
+    for role in ("training", "convert"):
         assert getattr(draft, role) is None or draft.load(role) is not None
 
 

@@ -19,6 +19,8 @@ ROWS = (
     ("The loss of a level is the mean over the tokens that it predicts", "training/methods.py",
      "present[:, level + 2 :].sum()", "present[:, 2:].sum()",
      "tests/training/test_training_tokenswift.py::test_the_loss_is_the_definition"),
+    ("Stored states of other settings or rows are refused", "training/stored_states.py",
+     "if old.get(name) != value:", "if False:", "tests/training/test_target_states.py"),
     ("Targets that forget the chunk before run whole rows", "training/target_states.py",
      "if chunk_size is not None and ignores_earlier_states(target):", "if False:",
      "tests/training/test_target_states.py::test_layers_that_forget_the_chunk_before_run_whole_rows"),

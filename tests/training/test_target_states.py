@@ -1,4 +1,4 @@
-"""States of the target against its own forward."""
+"""States of the target against its own forward, and files of states: completed, refused, read."""
 
 import pytest
 import torch
@@ -87,3 +87,25 @@ def test_hidden_states_are_the_input_of_the_norm(name, chunk_size):
 def test_layers_that_forget_the_chunk_before_run_whole_rows():
     with pytest.raises(ValueError, match="target_chunk_size=10: the Mamba-1 layers of JambaForCausalLM begin anew"):
         TargetPass(build("jamba"), 10)
+
+
+def test_a_store_is_completed_after_an_interruption_and_refused_with_other_facts(make_trainer, tokens, heads, tmp_path):
+    rows = [{"input_ids": tokens[start : start + length]} for start, length in ((0, 33), (50, 20), (100, 9))]
+    folder, settings = tmp_path / "kv", {"target_kv_dir": str(tmp_path / "kv"), "max_steps": 1}
+    make_trainer(dataset=rows, **settings).train()
+    kept, lost = folder / "row-00000000.safetensors", folder / "row-00000001.safetensors"
+    content, written = lost.read_bytes(), kept.stat().st_mtime_ns
+    lost.unlink()
+    make_trainer(dataset=rows, **settings).train()
+    assert lost.read_bytes() == content
+    assert kept.stat().st_mtime_ns == written
+    others = [{"input_ids": row["input_ids"] + 1} for row in rows]
+    for name, dataset, change in (
+        ("loss", rows, {"loss": "ce"}),
+        ("anchors", rows, {"anchors": 2}),
+        ("first_row", others, {}),
+        ("num_rows", rows[:2], {}),
+        ("states", rows, {"model": heads}),
+    ):
+        with pytest.raises(ValueError, match=f"target_kv_dir=.* {name}="):
+            make_trainer(dataset=dataset, **settings, **change).train()

@@ -23,7 +23,8 @@ from ...generation.cache import CACHE_NAME, SpeculativeCache
 from ...generation.sequences import SpeculationStats
 from ...generation.target import TargetView
 from ...prefix_cache import PrefixCache, common_length, continues_as_one_text
-from ..models import positions_of, say
+from ..models import positions_of
+from ..progress import say
 
 Cancelled = _GenerationCancelled
 # Tokens of a prompt between two copies of recurrent states, where other prompts may continue.

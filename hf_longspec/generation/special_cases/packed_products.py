@@ -3,7 +3,7 @@
 A product of one row reads its weights at the bandwidth of the memory. One of 2 to 64 rows, as in a verification, packs
 the whole weight first, each time, which takes two to three times as long. oneDNN can pack a weight once. Which way is
 faster depends on the shape, the number of rows and of threads, and the processor, so both are timed: each shape of a
-process in its first products, as the benchmark mode of cuDNN does. Other layers of a shape are packed as soon as packing
+process in its first products, as in the benchmark mode of cuDNN. Other layers of a shape are packed as soon as that
 takes less time than not having packed them has cost.
 
 Products are bound to the modules of the target and of the draft while the loop runs. What is not an exact `nn.Linear`

@@ -10,7 +10,6 @@ register_draft(
     DFlashDraftModel,
     training="hf_longspec.modeling.dflash.training_dflash:DFlashMethod",
     convert="hf_longspec.modeling.dflash.convert_dflash:DFLASH",
-    tune="hf_longspec.cli.tune:tune_dflash",
     reads="hf_longspec.modeling.dflash.convert_dflash:is_dflash",
     card="hf_longspec.hub:templates/dflash.md",
 )

@@ -10,7 +10,6 @@ register_draft(
     Eagle3DraftModel,
     training="hf_longspec.modeling.eagle3.training_eagle3:Eagle3Method",
     convert="hf_longspec.modeling.eagle3.convert_eagle3:EAGLE3",
-    tune="hf_longspec.cli.tune:tune_eagle3",
     reads="hf_longspec.modeling.eagle3.convert_eagle3:is_eagle3",
     card="hf_longspec.hub:templates/eagle3.md",
 )

@@ -10,6 +10,5 @@ register_draft(
     LongSpecDraftModel,
     training="hf_longspec.modeling.longspec.training_longspec:LongSpecMethod",
     convert="hf_longspec.modeling.longspec.convert_longspec:LONGSPEC",
-    tune="hf_longspec.cli.tune:tune_longspec",
     card="hf_longspec.hub:templates/longspec.md",
 )

@@ -40,7 +40,9 @@ class LongSpecMethod(TrainingMethod):
         """Add the gaps and the positions of the rows, and remove labels that are not trained."""
         lengths = batch["attention_mask"].sum(1).tolist()
         gaps, offsets = self.noise.draw(step, total, rows, lengths)
-        positions = anchor_offset_positions(batch["input_ids"].shape[1], offsets, self.args.anchors)
+        positions = batch.get("position_ids")  # the stored keys of a KVStore are rotated by their positions
+        if positions is None:
+            positions = anchor_offset_positions(batch["input_ids"].shape[1], offsets, self.args.anchors)
         last = max(int(row[length - 1]) for row, length in zip(positions, lengths, strict=True))
         self.longest_position = max(self.longest_position, last)
         return {**batch, "gaps": gaps, "position_ids": positions, "labels": self.trained(batch["labels"], gaps)}
@@ -54,7 +56,10 @@ class LongSpecMethod(TrainingMethod):
         return (labels[:, 1:] != IGNORED).sum()[None]
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        states = self.target_pass(inputs["input_ids"], inputs["position_ids"])
+        if "keys" in inputs:
+            states = TargetStates(inputs.get("hidden"), inputs["keys"], inputs["values"])
+        else:
+            states = self.target_pass(inputs["input_ids"], inputs["position_ids"])
         total, hits, rows = self._run(model, inputs, states, inputs["gaps"])
         levels = torch.tensor(inputs["gaps"], device=rows.device)[rows] - self.noise.gaps[0]
         return total, counted(hits, levels, self.levels)
@@ -77,6 +82,18 @@ class LongSpecMethod(TrainingMethod):
 
     def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
         return acceptance(counts, "gap", self.noise.gaps[0])
+
+    def facts(self) -> dict[str, Any]:
+        facts = {name: getattr(self.args, name) for name in ("loss", "seed", "anchors", "max_offset", "max_length")}
+        return facts | {"kv_layer": self.parts.kv_layer}
+
+    def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
+        """Compute keys, values and hidden states of a row at positions that are drawn once and stored with them."""
+        _, offsets = self.noise.draw(-1 - number, 1, [0], [len(tokens)])  # negative: no step has such a number
+        positions = anchor_offset_positions(len(tokens), offsets, self.args.anchors)
+        states = self.target_pass(tokens[None].to(self.args.device), positions.to(self.args.device))
+        kept = ("keys", "values", "hidden") if self.args.loss == "kl" else ("keys", "values")
+        return {"position_ids": positions[0], **{name: getattr(states, name)[0] for name in kept}}
 
     def _run(
         self, model: Any, inputs: dict[str, Any], states: TargetStates, gaps: list[int]

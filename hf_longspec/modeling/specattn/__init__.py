@@ -8,7 +8,6 @@ __all__ = ["SpecAttnConfig", "SpecAttnDraftModel"]
 register_draft(
     SpecAttnConfig,
     SpecAttnDraftModel,
-    tune="hf_longspec.cli.tune:tune_self_draft",
     card="hf_longspec.hub:templates/specattn.md",
     aliases=("vegas",),  # its authors renamed it
     presets={"self-int4": {"draft_weights": "int4", "num_assistant_tokens": 6}},

@@ -17,7 +17,7 @@ class SpecAttnConfig(DraftConfig):
 class SpecAttnDraftModel(SelfDraftModel):
     """Draft with the target model itself on a small part of its cache (SpecAttn, later renamed Vegas).
 
-    The draft has no weights. A published one consists of a config and the settings that were tuned for a target.
+    The draft has no weights. A published one consists of a config and the settings that were chosen for a target.
 
     ```python
     draft = SpecAttnDraftModel.from_target(target, num_assistant_tokens=6, sparse_ratio=0.07)

@@ -10,6 +10,5 @@ register_draft(
     TokenSwiftDraftModel,
     training="hf_longspec.modeling.tokenswift.training_tokenswift:TokenSwiftMethod",
     convert="hf_longspec.modeling.tokenswift.convert_tokenswift:TOKENSWIFT",
-    tune="hf_longspec.cli.tune:tune_tokenswift",
     card="hf_longspec.hub:templates/tokenswift.md",
 )
