@@ -1,13 +1,10 @@
 """Drafters as candidate generators of transformers' own loop; tests/modeling/test_contract.py compares its texts."""
 
-from itertools import product
-
 import pytest
 import torch
 
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.generation.special_cases.gate import gate_of
-from hf_longspec.modeling.shared.self_drafts import KV_FACTOR, speedup_bound
 from tests.tiny_targets import tiny_prompts, tiny_target
 
 NEW_TOKENS = 21
@@ -55,26 +52,6 @@ def test_rotary_frequencies_that_change_within_the_text_are_refused(monkeypatch)
     # any assisted mode leads to the stock loop, which then asks for its candidate generator
     assert torch.equal(model.generate(input_ids, prompt_lookup_num_tokens=3, **options), expected)
     assert len(forwards) < NEW_TOKENS
-
-
-def seconds_added_up(gamma, share, weights, kv, drafting, factor):
-    """Return the speed-up with every draft accepted, summed over steps; a byte of keys and values takes `factor`."""
-    plain = drafted = 0.0
-    for step in range(gamma + 1):
-        plain += weights + factor * kv
-        drafted += (weights if step == gamma else drafting) + factor * (kv if step == gamma else share * kv)
-    return plain / drafted
-
-
-def test_no_machine_exceeds_the_bound():
-    sizes = [(1.0, 1e-9), (1.0, 0.01), (1.0, 1.0), (1.0, 100.0), (1e-9, 1.0)]
-    for gamma, share, (weights, kv) in product((1, 4, 16), (0.0, 0.07, 0.5, 1.0), sizes):
-        bound = speedup_bound(gamma, share, weights, kv, weights)
-        for factor in (0.0, 0.1, 1.0, 7.0, KV_FACTOR):
-            assert seconds_added_up(gamma, share, weights, kv, weights, factor) <= bound + 1e-12
-        for drafting in (weights, weights / 4):
-            bound = speedup_bound(gamma, share, weights, kv, drafting)
-            assert bound == pytest.approx(seconds_added_up(gamma, share, weights, kv, drafting, KV_FACTOR), rel=1e-12)
 
 
 @pytest.fixture

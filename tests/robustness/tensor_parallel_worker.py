@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +11,10 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.generation.stopping_criteria import StoppingCriteria
 
-from hf_longspec.generation.drafter import Drafter
-from hf_longspec.generation.special_cases import gate
-from hf_longspec.generation.special_cases.gate import SpeculationGate
+from hf_longspec.generation.special_cases.costs import Costs
+from hf_longspec.generation.special_cases.gate import gate_of
 from hf_longspec.generation.special_cases.parallel import Ranks
+from tests.generation.made_up_machine import Levels
 from tests.robustness.drafts import make_draft
 from tests.tiny_targets import generate
 
@@ -31,40 +30,21 @@ class StopsOnTheFirstRank(StoppingCriteria):
         return torch.tensor([dist.get_rank() == 0 and input_ids.shape[1] >= max(LENGTHS) + 5])
 
 
-class Chain(Drafter):
-    num_nodes, max_depth = 5, 4
-
-
-def choices(gate):
-    """Return the decisions of a gate with the costs of its process's clock."""
-    found = []
+def choices(gate, seed):
+    """Return the decisions of a gate whose steps take random times, other ones in each rank."""
+    found, numbers = [], random.Random(seed)
+    gate.reach(100)
     for _ in range(120):
-        found.append(gate.speculates())
-        gate.record(2, 1, 100)
+        is_open = gate.speculates()
+        found.append((is_open, *gate.widths))
+        tree = SimpleNamespace(num_nodes=1 + len(gate.widths) * is_open)
+        verified = SimpleNamespace(tokens=[[0, 0]], nodes=[[0, 1][: tree.num_nodes]], tree=tree)
+        gate.record(verified, numbers.expovariate(1.0), numbers.expovariate(1.0), is_open)
     return found
 
 
-def noisy_gate(seed):
-    """Return a gate with a clock of random steps, so that other seeds give other decisions."""
-    numbers = random.Random(seed)
-    now = 0.0
-
-    def clock():
-        nonlocal now
-        now += numbers.expovariate(1.0)
-        return now
-
-    return SpeculationGate(5, clock=clock)
-
-
-def shared_choices(rank):
-    """Return the decisions of the gate that both ranks share, whose clock is another one in every rank."""
-    gate.SpeculationGate = lambda *_: noisy_gate(rank)
-    try:
-        binding = SimpleNamespace(target=SimpleNamespace(clock=time.perf_counter))
-        return choices(gate.gate_of(Chain(binding), Ranks(None, torch.device("cpu"))))
-    finally:
-        gate.SpeculationGate = SpeculationGate
+def gate_with(ranks):
+    return gate_of(Levels((1,) * 4), lambda power, earlier: Costs(), ranks)
 
 
 def main(rank, target, results):

@@ -127,7 +127,7 @@ class SpeculationGate:
     @property
     def _reach(self) -> float:
         """Most nodes that are tried. Where graphs are captured, all sizes are, as there are two."""
-        return float("inf") if self.is_captured else REACH * self.costs.largest
+        return float("inf") if self.is_captured else max(self._choices[0][1], REACH * self.costs.largest)
 
     def tokens(self, widths: Sequence[int]) -> float:
         """Return the tokens per row that a step with a tree of these widths is expected to emit."""
