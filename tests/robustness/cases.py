@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from hf_longspec.attention_backends.scores import GRANULARITIES
@@ -43,28 +42,6 @@ def allowed_tokens(vocab: int, divisor: int) -> Any:
         return [token for token in range(vocab) if (token + row + len(ids) + int(ids[-1])) % divisor]
 
     return allowed
-
-
-def with_a_look_at_the_end(model: Any) -> Any:
-    """A model with a hook that changes the last position of every forward alone."""
-
-    def push(module, args, output):
-        hidden = (output[0] if isinstance(output, tuple) else output).clone()
-        hidden[:, -1] += hidden[:, -1].roll(1, dims=-1)
-        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-    model.model.layers[0].register_forward_hook(push)
-    return model
-
-
-def with_adapters(model: Any) -> Any:
-    """A model with two random LoRA adapters, `default` and `other`."""
-    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = get_peft_model(model, config)
-        model.add_adapter("other", config)
-    return model.eval()
 
 
 def trie(vocab: int, seed: int, start: int, end: int) -> Any:

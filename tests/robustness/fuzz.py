@@ -7,7 +7,6 @@ strategy (cases.py), and the part of the script that it feeds; add what is refus
 import math
 import os
 from dataclasses import dataclass, replace
-from itertools import cycle
 from typing import Any
 
 from hypothesis import strategies as st
@@ -33,12 +32,11 @@ FORBIDDING |= {"no_repeat_ngram_size"}  # also after the end of a row, where dra
 # Options under which every token that a constraint allows stays possible.
 SAMPLING = ("temperature", "top_k", "top_p", "prefill_chunk_size")
 # Kinds of processors of users, but for those that need more of a call, one vocabulary, or an error.
-OF_ONE_CALL = {"whole_batch", "fails_at_its_sixth_call", "stateless_function", "runs_the_target"}
-OF_ONE_CALL |= {"attribute_of_the_target"}
+OF_ONE_CALL = {"fails_at_its_sixth_call", "runs_the_target"}
 OWN = sorted(
     name
     for name, entry in PROCESSORS.items()
-    if entry.is_sampled and name not in OF_ONE_CALL and entry.apply(None).options.keys() == {"logits_processor"}
+    if name not in OF_ONE_CALL and entry.apply(None).options.keys() == {"logits_processor"}
 )
 # In bfloat16, two computations of a logit of these models differ by about 1 in dense ones (docs/losslessness.md), and
 # by more where rounding chose another expert. Logits have a standard deviation of 3.
@@ -79,9 +77,6 @@ class Call:
     stops_all: bool  # the stopping criterion answers for all rows at once
     trie: int | None  # seed of the words of a [`trie`]
     own: str | None  # name of a processor of a user
-    # `hook` (that looks at the last position alone), `adapters` (one per row), `empty` (a row without tokens) or
-    # `embeddings` (in place of tokens): the text of stock `generate`, or a refusal
-    odd: str | None
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -180,21 +175,12 @@ def calls(draw: Any, compiles: bool = False) -> Call:
         stops_all=draw(st.booleans()),
         trie=draw(maybe(st.integers(0, 99))),
         own=draw(maybe(st.sampled_from(OWN))),
-        odd=draw(maybe(maybe(st.sampled_from(["hook", "adapters", "empty", "embeddings"])))),
     )
     return within_reach(call)
 
 
 def within_reach(call: Call) -> Call:
     """The nearest call that transformers itself can make, and whose text can be compared."""
-    if call.odd == "adapters" and call.target[0] in EXPERTS:  # PEFT has no adapters per row there
-        call = replace(call, odd=None)
-    if call.odd == "empty":  # whose text differs between implementations of attention
-        call = replace(call, attention=None)
-    if call.odd is not None:
-        none = dict.fromkeys(("stop_at", "penalty", "allowed", "gaps", "trie", "own"))
-        fixed = {"dtype": "float32", "plan": "once", "wanted": "text", "do_sample": False, "masked": True}
-        call = replace(call, options={"max_new_tokens": 9}, streamed=False, custom=False, **none, **fixed)
     changes: dict[str, Any] = {}
     options, lengths = dict(call.options), call.lengths
     if call.plan in CACHED:
@@ -255,15 +241,10 @@ def script_of(call: Call) -> str:
     int32 = "\n    input_ids = input_ids.int()" if call.int32 else ""
     how = '{"custom_generate": draft.custom_generate}' if call.custom else '{"assistant_model": draft}'
     mask = '{"attention_mask": attention_mask}' if call.masked else "{}"
-    made = {"hook": "with_a_look_at_the_end(%s)", "adapters": "with_adapters(%s)"}.get(call.odd or "", "%s")
-    empty = "\n    input_ids[0], attention_mask[0] = 0, 0" if call.odd == "empty" and len(call.lengths) > 1 else ""
-    prompts = '{"input_ids": input_ids}'
-    if call.odd == "embeddings":
-        prompts = '{"inputs_embeds": model.get_input_embeddings()(input_ids)}'
     body = f"""
 def target(attention=None):
     how = dict(seed={call.weights}, dtype=torch.{call.dtype}, attn_implementation=attention)
-    return {made % f"tiny_target({call.target[0]!r}, **how, **{call.overrides})"}
+    return tiny_target({call.target[0]!r}, **how, **{call.overrides})
 
 
 {_draft(call)}
@@ -271,7 +252,7 @@ def target(attention=None):
 {_arguments(call)}
 
 def prompts(seed):
-    input_ids, attention_mask = tiny_prompts({call.vocab}, {call.lengths}, seed){gaps}{int32}{empty}
+    input_ids, attention_mask = tiny_prompts({call.vocab}, {call.lengths}, seed){gaps}{int32}
     return input_ids, attention_mask
 
 
@@ -280,7 +261,7 @@ def generate(model, draft=None, seed=0, **more):
     how = {{}} if draft is None else {how}
     mask = {mask}
     torch.manual_seed(5)
-    return model.generate(**({prompts} | arguments() | mask | how | more))
+    return model.generate(input_ids, **(arguments() | mask | how | more))
 
 
 def reference(stock, **more):
@@ -288,7 +269,7 @@ def reference(stock, **more):
 
 
 torch.set_num_threads(1)
-start, stock, model = {0 if call.odd == "embeddings" else max(call.lengths)}, target(), target({call.attention!r})
+start, stock, model = {max(call.lengths)}, target(), target({call.attention!r})
 check, streamed = {check}, {"Recorder()" if call.streamed else None}
 expected = reference(stock, streamer=streamed, **WANTED)
 {_plan(call)}
@@ -319,7 +300,7 @@ def _draft(call: Call) -> str:
         size, seed = settings["draft_vocab_size"], call.d2t
         after += [f"ids = torch.randperm({call.vocab}, generator=torch.Generator().manual_seed({seed}))[:{size}]"]
         after += [f"draft.d2t.copy_(ids.sort().values - torch.arange({size}))"]
-    may_be_plain = call.odd is not None or call.limit < math.inf or call.gaps is not None
+    may_be_plain = call.limit < math.inf or call.gaps is not None
     unsupported = "plain" if may_be_plain else "error"
     after += [f"draft.generation_config.gate = {call.gate}"]
     after += [f"draft.generation_config.on_unsupported = {unsupported!r}"]
@@ -346,9 +327,6 @@ def _arguments(call: Call) -> str:
         lines += [f"options['prefix_allowed_tokens_fn'] = trie({arguments})"]
     if call.allowed is not None:
         lines += [f"options['prefix_allowed_tokens_fn'] = allowed_tokens({call.vocab}, {call.allowed})"]
-    if call.odd == "adapters":
-        names = [name for name, _ in zip(cycle(("default", "other", "__base__")), call.lengths, strict=False)]
-        lines += [f"options['adapter_names'] = {names}"]
     return _function("arguments()", [*lines, "return options"])
 
 
@@ -376,7 +354,4 @@ def _plan(call: Call) -> str:
     wanted = {"text": {}, "dict": {"return_dict_in_generate": True}, "scores": comparison.WANTED}[call.wanted]
     times, is_repeatable = 1 + (call.plan == "again"), not call.do_sample and call.limit == math.inf
     arguments = f"generate, model, {first}, expected, start, check, rerun, {times}, {wanted}, streamed, {is_repeatable}"
-    check = (
-        f"check_calls({arguments})" if call.odd is None else f"check_text_or_refusal(lambda: check_calls({arguments}))"
-    )
-    return f"rerun = lambda seed: reference(with_noise(target(), seed))\n{check}"
+    return f"rerun = lambda seed: reference(with_noise(target(), seed))\ncheck_calls({arguments})"
