@@ -127,36 +127,3 @@ def test_acceptance_equals_a_walk_by_hand(shape, processors):
     assert acceptance.num_nodes.max() > 1
     assert rule.accept(tree, logits)[1] is None
     assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_candidates_are_shown_to_processors_alone(window):
-    """Step after step, up to the longest text that fits, rows of two lengths: the output holds no candidate."""
-    seen = []
-
-    class Recall(Digest):
-        history_window = window
-
-        def __call__(self, input_ids, scores):
-            seen.append(input_ids.tolist())
-            return scores
-
-    rule = make_rule([Recall()], [[7], [3, 1]])
-    texts = [[4, 5, 4, 7], [4, 5, 4, 3, 1]]
-    for step in range(12):
-        for depth in range(4):
-            del seen[:]
-            rule.scores_at(torch.zeros(2, VOCAB), depth)
-            tried = [
-                [*text, *(100 * step + 10 * row + place for place in range(depth))] for row, text in enumerate(texts)
-            ]
-            asked = [row for row, text in enumerate(tried) if len(text) < rule.sequences.max_length]
-            found = [call[row] for row, call in zip(asked, seen, strict=True)]
-            assert found == [tried[row][-(window or 99) :] for row in asked]
-            rule.try_out(depth, torch.tensor([100 * step + depth, 100 * step + 10 + depth]))
-        new = [[1, 2, 3], [step]] if step < 11 else [[1, 2], []]
-        rule.sequences.append(new)
-        texts = [text + more for text, more in zip(texts, new, strict=True)]
-        kept = rule.sequences.tokens.tolist()
-        assert kept == [text + [0] * (len(kept[0]) - len(text)) for text in texts]
-    assert max(rule.sequences.lengths) == len(kept[0]) - 1

@@ -1,15 +1,12 @@
 """The cost of a step after four times as many tokens, in elements and bytes: as it was, attention apart."""
 
 import gc
-import os
-from pathlib import Path
 
 import pytest
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from hf_longspec import ContextualPenaltyLogitsProcessor, SpeculativeCache
-from hf_longspec.generation.cache import CACHE_NAME
+from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.generation.drafter import Drafter
 from tests.operations import Operations
 from tests.tiny_targets import RandomTreeDrafter, tiny_target
@@ -102,18 +99,3 @@ def test_a_step_costs_the_same_at_every_length(plain_run, kind, lengths, monkeyp
     _, early, late = marks.elements
     assert 0 < late == early if kind == "plain" else 0 < late < WIGGLE * early
     assert marks.tensor_bytes[2] == marks.tensor_bytes[1]
-
-
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux for the memory of this process")
-def test_a_cache_takes_memory_as_it_fills(plain_run):
-    """Made for 4 million tokens, used for 21: 512 MB of which next to nothing is touched."""
-    model = tiny_target("llama", num_hidden_layers=1, intermediate_size=32, **SIZES)
-    run = plain_run(model, (9,), max_new_tokens=12)
-    before = resident_bytes()
-    cache = SpeculativeCache(model.config, 1, 4_000_000)
-    assert run.again(run.draft("tree"), **{CACHE_NAME: cache}).tolist() == run.sequences.tolist()
-    assert cache.nbytes > 500_000_000 and resident_bytes() - before < 2**26

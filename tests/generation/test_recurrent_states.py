@@ -1,7 +1,6 @@
 """Targets with recurrent and convolution states: the text of `generate`, and the states of single steps."""
 
 import copy
-import itertools
 from functools import cache
 
 import pytest
@@ -14,7 +13,6 @@ from hf_longspec import AssistantDraftModel, NgramDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.drafter import Binding
-from hf_longspec.generation.special_cases.masked import PlainForwards
 from hf_longspec.generation.special_cases.recurrences import RECURRENCES, _functions, recurrences_replaced
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.assistant.generation_assistant import CATCH_UP, AssistantDrafter
@@ -71,20 +69,14 @@ def test_text_of_rows_that_accept_different_numbers(made, name, chain, lengths, 
 
 @pytest.mark.parametrize(
     ("name", "lengths", "chunk", "more"),
-    few(
-        [
-            # The first token has no state; one of the next six is left before the seeding chain.
-            ("bamba", (1,), None, 5),
-            ("falcon_h1", (2,), None, 0),
-            ("granitemoehybrid", (22,), 16, 5),  # likewise one after a chunk
-            ("nemotron_h", (17,), 16, 16),  # stock's last chunk has one token
-            ("bamba", (19,), 2, 0),
-            ("falcon_h1", (18,), 1, 3),
-            ("nemotron_h", (70, 2, 33), None, 5),  # one after a chain of 64
-            ("granitemoehybrid", (70, 2, 33), 3, 1),
-        ],
-        4,
-    ),
+    [
+        # The first token has no state; one of the next six is left before the seeding chain.
+        ("bamba", (1,), None, 5),
+        ("granitemoehybrid", (22,), 16, 5),  # likewise one after a chunk
+        ("nemotron_h", (17,), 16, 16),  # stock's last chunk has one token
+        ("falcon_h1", (18,), 1, 3),
+        ("nemotron_h", (70, 2, 33), None, 5),  # one after a chain of 64
+    ],
     ids=str,
 )
 def test_steps_of_mamba2_are_limited_in_forwards_of_several_tokens(made, name, lengths, chunk, more):
@@ -124,18 +116,6 @@ def test_prompts_of_different_lengths_run_in_the_same_forwards(made, name, lengt
     check_text(made(name), lengths, prefill_chunk_size=chunk)
 
 
-def test_which_tokens_plain_generate_runs_alone():
-    """Against the split of the prompts, by rows with padding of 0, 1 and 4."""
-    lags = (0, 1, 4)
-    for stored, new, chunk in itertools.product((0, 5), (1, 2, 3, 7), (1, 2, 3, 7)):
-        width = stored + new
-        sizes = [1] * stored + [len(part) for part in torch.arange(new).split(chunk) for _ in part] + [1] * 3
-        are_steps = [size == 1 and column > 0 for column, size in enumerate(sizes)]
-        plain = PlainForwards(lags, stored, width, chunk)
-        places = torch.arange(width + 3) - torch.tensor(lags)[:, None]
-        assert plain.are_steps(places).tolist() == [are_steps] * len(lags)
-
-
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2_moe"])
 def test_chunks_of_one_token_and_padding(made, name):
     """Stock masks no padding in a forward of one token, so it decodes alone."""
@@ -147,22 +127,6 @@ def test_chunks_of_one_token_and_padding(made, name):
     text = generated(model, **inputs)
     assert generated(model, **inputs, assistant_model=draft).equal(text)
     assert not text.equal(generated(model, **inputs | {"prefill_chunk_size": None}))
-
-
-def test_rows_that_ended_continue_after_padding_as_in_stock(made):
-    """Under a mask that takes the padding for text: stock ran it one token at a time, and a draft never."""
-    model = made("bamba", **LIMITED["bamba"])
-    inputs = arguments((23, 40), do_sample=False)
-    whole = generated(model, **inputs)
-    inputs["eos_token_id"] = int(whole[0, 45])
-    stock, own = DynamicCache(config=model.config), SpeculativeCache(model.config, 2, 160)
-    draft = drafted(model, True, whole, 40)
-    for _ in range(2):
-        text = generated(model, **inputs, **{CACHE_NAME: stock})
-        assert generated(model, **inputs, assistant_model=draft, **{CACHE_NAME: own}).equal(text)
-        more = torch.cat([text, text[:, 20:25]], 1)
-        mask = torch.cat([inputs["attention_mask"], torch.ones_like(more[:, 40:])], 1)
-        inputs |= {"input_ids": more, "attention_mask": mask, "eos_token_id": None}
 
 
 @pytest.mark.parametrize("name", EVERY)

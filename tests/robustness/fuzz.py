@@ -92,12 +92,6 @@ class Call:
         return LIMITS.get(self.overrides.get("rope_parameters", {}).get("rope_type"), math.inf)
 
     @property
-    def has_unknown_processor(self) -> bool:
-        """Whether nothing is known of a logits processor, so that all rows of a batch advance together."""
-        is_unknown = self.own is not None and not PROCESSORS[self.own].drafts
-        return is_unknown or self.allowed is not None or (self.trie is not None and self.trie % 2 == 1)
-
-    @property
     def text_is_fixed(self) -> bool:
         return not (self.do_sample and self.settings.get("acceptance", "coupled") == "rejection")
 
