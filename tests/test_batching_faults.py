@@ -218,6 +218,16 @@ def test_a_greedy_row_with_a_processor_beside_rows_that_are_drawn(llama):
         assert sampled.result().shape[1] == 45
 
 
+def test_a_fork_is_told_to_make_a_batcher_of_its_own(llama):
+    with Batcher(llama, rows=1, max_length=40) as batcher:
+        here, batcher._process = batcher._process, -1  # as in a fork, where the thread of the model is not
+        with pytest.raises(RuntimeError, match="Make a Batcher after the fork"):
+            batcher.submit(prompt(5), **HOW)
+        batcher.close()
+        batcher._process = here
+        assert batcher.submit(prompt(5), **HOW).result().shape[1] == 19
+
+
 class Closes(Tokens):
     """Closes a Batcher at a token."""
 

@@ -25,7 +25,7 @@ LIMITS = {"longrope": LIMIT, "dynamic": LIMIT_OF_DYNAMIC - 1}
 SMALL = ("llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3")
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 CACHED = ("lent", "bare", "returned")
-PLANS = ("once",) * 5 + ("again", *CACHED, "threads")
+PLANS = ("once",) * 5 + ("again", *CACHED)
 # Options under which the end token may be forbidden.
 FORBIDDING = {"min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"}
 FORBIDDING |= {"no_repeat_ngram_size"}  # also after the end of a row, where drafted tokens follow
@@ -59,10 +59,10 @@ class Call:
     weights: int  # seed of the target's weights
     dtype: str  # of the target
     attention: str | None  # `attn_implementation` of the target that speculates
-    # `once`, `again` (twice with the same draft), `lent`, `bare` or `returned` (a second turn on a cache with or
-    # without a config, or on the returned one), or `threads` (two calls at once)
+    # `once`, `again` (twice with the same draft), or `lent`, `bare` or `returned`: a second turn on a cache with or
+    # without a config, or on the returned one
     plan: str
-    beside: bool  # the second thread or the second turn has no draft
+    beside: bool  # the second turn has no draft
     gate: bool  # of the draft
     compiles: bool  # the draft compiles its steps
     wanted: str  # `text` for a tensor, `dict`, or `scores` for scores and logits as well
@@ -180,8 +180,8 @@ def within_reach(call: Call) -> Call:
     if call.plan in CACHED:
         changes |= {"masked": True}
     equal_rows = call.plan in CACHED and len(lengths) > 1  # none of which may end before the others
-    if call.kind == "fixture" or call.dtype == "bfloat16" or call.plan == "threads" or equal_rows:
-        # tokens were drawn for another vocabulary; the audit is of plain logits; threads share the random numbers
+    if call.kind == "fixture" or call.dtype == "bfloat16" or equal_rows:
+        # tokens were drawn for another vocabulary; the audit is of plain logits
         kept = ("max_length", "max_new_tokens", "prefill_chunk_size", "cache_implementation")
         options = {name: options[name] for name in kept if name in options}
         changes |= {"do_sample": False, "penalty": None, "allowed": None, "stop_at": None}
@@ -337,8 +337,6 @@ def _plan(call: Call) -> str:
             f"check_refusal(lambda: generate(model, {first}, {more.get(call.plan, '')}), {call.refusal!r})\n"
             "check(expected, generate(model), start)"
         )
-    if call.plan == "threads":
-        return f"check_threads(generate, target, model, [{first}, {second and first}], start, check)"
     if call.plan in CACHED:
         if call.plan == "returned" and (call.gaps is not None or len(set(call.lengths)) > 1):
             second = "draft"  # plain generation refuses a cache without columns for the padding

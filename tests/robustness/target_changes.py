@@ -14,10 +14,9 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from tests.robustness.user_code import DIRECTION, VOCAB, Applied, Entry, first_layer, replaced
+from tests.robustness.user_code import DIRECTION, Applied, Entry, first_layer, replaced
 
 EAGER = (("attn_implementation", "eager"),)
 MLP = "model.layers.0.mlp"
@@ -48,17 +47,6 @@ def after_forward(change: Callable[..., Any], path: str = MLP) -> Callable[[Any]
         return change(super(type(self), self).forward(*args, **kwargs), module=self, **kwargs)
 
     return lambda model: subclass(model.get_submodule(path), forward=forward)
-
-
-def put(path: str, make: Callable[[], nn.Module]) -> Callable[[Any], None]:
-    """Return what puts a module, with the same random weights in every model, at a path."""
-
-    def change(model):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(4)
-            model.set_submodule(path, make())
-
-    return change
 
 
 def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[Any], Applied]:
@@ -106,10 +94,9 @@ def a_layer_less(model):
     model.config.num_hidden_layers = 1
 
 
-CHANGES |= {
-    "norm": Entry(put("model.norm", lambda: nn.LayerNorm(64))),
-    "head": Entry(put("lm_head", lambda: nn.Linear(64, VOCAB, bias=False))),
-}
+@kind
+def norm(model):
+    model.model.norm = nn.LayerNorm(64)
 
 
 # Weights, and the mode of the model.
@@ -172,15 +159,9 @@ def keys_squashed(attend):
     return lambda module, query, key, *args, **kwargs: attend(module, query, key.tanh(), *args, **kwargs)
 
 
-def call_of_a_module(model):
-    mlp = first_layer(model).mlp
-    mlp._call_impl = lambda *args: by_size(nn.Module._call_impl(mlp, *args))
-
-
 OF_LLAMA = modeling_llama.LlamaMLP
 CHANGES |= {
     "forward of a class": Entry(patched(OF_LLAMA, "forward", lambda own: lambda self, x: by_size(own(self, x)))),
-    "call of a module": Entry(call_of_a_module),
     "rotation by size": Entry(patched(modeling_llama, "apply_rotary_pos_emb", one_token_rotated)),
     "eager attention of the file": Entry(
         patched(modeling_llama, "eager_attention_forward", keys_squashed), settings=EAGER
@@ -199,15 +180,9 @@ def rotary_of_dynamic_ntk(model):
     model.model.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config)
 
 
-@kind
-def rotary_frequencies(model):
-    model.model.rotary_emb.inv_freq *= 3
-
-
 CHANGES |= {
     "not causal": Entry(each_attention(is_causal=False)),
     "scaling": Entry(each_attention(scaling=lambda before: 4 * before)),
-    "swapped layer indices": Entry(each_attention(layer_idx=lambda before: 1 - before), has_effect=False),
     "softcap of modules": Entry(each_attention(attn_logit_softcapping=1.0), name="gemma2"),
     # masks alone have an effect in eager attention
     "window of modules": Entry(each_attention(sliding_window=3), name="gemma2", has_effect=False),
@@ -238,15 +213,11 @@ def own_mask(*args, **kwargs):
     return mask
 
 
-def in_table(table: Any, function: Any) -> Callable[[Any], Applied]:
-    """Return what replaces the function of sdpa in a table of transformers."""
-
-    def change(model):
-        before = table["sdpa"]
-        table["sdpa"] = function
-        return Applied(undo=lambda: table.__setitem__("sdpa", before))
-
-    return change
+def replaced_mask(model):
+    """Replace the mask of sdpa in the table of transformers."""
+    before = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = own_mask
+    return Applied(undo=lambda: ALL_MASK_ATTENTION_FUNCTIONS.__setitem__("sdpa", before))
 
 
 def registered_attention(model):
@@ -263,9 +234,7 @@ def of_config(**fields: Any) -> Callable[[Any], None]:
 
 CHANGES |= {
     "registered attention": Entry(registered_attention),
-    "replaced attention": Entry(in_table(ALL_ATTENTION_FUNCTIONS, own_attention)),
-    "replaced mask": Entry(in_table(ALL_MASK_ATTENTION_FUNCTIONS, own_mask)),
-    "eager attention": Entry(lambda model: model.set_attn_implementation("eager"), has_effect=False),
+    "replaced mask": Entry(replaced_mask),
     "window of the config": Entry(of_config(sliding_window=4), name="mistral"),
     "softcap of the config": Entry(of_config(final_logit_softcapping=0.01), name="gemma2"),
 }
