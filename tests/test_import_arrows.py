@@ -46,6 +46,11 @@ ARROWS = {
 SHARED = {"shared"}
 DRAFT_FOLDERS = {path.parent.name for path in ROOT.glob("modeling/*/__init__.py")} - SHARED
 
+# Of the special cases of a call, those that others build on: the trial of layers, what is known of hooks and of the
+# forwards of plain `generate`, and recurrences.
+SPECIAL_CASES = ["generation", "special_cases"]
+SHARED_CASES = {"trial", "hooks", "stock_forwards", "recurrences", "fixed_states"}
+
 # Packages that `pip install transformers torch` installs.
 ALWAYS_THERE = {"torch", "transformers", "huggingface_hub", "safetensors", "tokenizers", "numpy", "tqdm", "packaging"}
 # Imported by `cli/serve.py` alone, inside `try`.
@@ -136,6 +141,19 @@ def _guarded(block: ast.Try) -> list[ast.AST]:
     """Nodes below the `try:` of a block that goes on when the import fails."""
     catches = any(handler.type is None or "Error" in ast.unparse(handler.type) for handler in block.handlers)
     return [node for statement in block.body for node in ast.walk(statement)] if catches else []
+
+
+def test_special_cases_stand_apart():
+    """The core imports none of them; they build on the core and on those that are shared alone."""
+    for path in ROOT.glob("generation/**/*.py"):
+        module = list(path.relative_to(ROOT).with_suffix("").parts)
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        imported = [target for node in nodes if isinstance(node, ast.ImportFrom) for target in _targets(node, module)]
+        found = [target[3:] for target in imported if target[1:3] == SPECIAL_CASES]
+        if len(module) == 2 and module[1] != "__init__":
+            assert not found, path
+        elif module[:2] == SPECIAL_CASES and module[2] != "__init__":
+            assert {name for name, *_ in filter(None, found)} <= SHARED_CASES, path
 
 
 def test_arrows():

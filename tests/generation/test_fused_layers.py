@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 pytest.importorskip("triton", reason="fused kernels are Triton's")
 
@@ -106,27 +109,12 @@ def test_norms_of_other_inputs_run_as_they_are():
         forward(norm, hidden, gate=hidden)
 
 
-class SiluNorm(LlamaRMSNorm):
-    gate = staticmethod(nn.functional.silu)
-
-    def forward(self, hidden_states, gate):
-        return (super().forward(hidden_states) * self.gate(gate.float())).to(gate.dtype)
-
-
-class SigmoidNorm(SiluNorm):
-    gate = staticmethod(torch.sigmoid)
-
-
-class NormOfGated(SiluNorm):
-    def forward(self, hidden_states, gate):
-        return LlamaRMSNorm.forward(self, hidden_states * self.gate(gate))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_with_a_gate(kernels, dtype):
+    """Silu, sigmoid, and a gate before the norm, which is not fused."""
     hidden, gate = numbers(2, 3, 24).to(dtype), 3 * numbers(2, 3, 48).to(dtype)[..., 24:]
-    for kind in (SiluNorm, SigmoidNorm):
+    for kind in (Qwen3NextRMSNormGated, KimiLinearRMSNormGated):
         norm = kind(24, eps=1e-5).to(dtype)
         norm.weight.copy_(numbers(24))
         forward, expected = fused_forward(norm), norm(hidden, gate)
@@ -135,7 +123,7 @@ def test_norms_with_a_gate(kernels, dtype):
         assert (forward(norm, hidden, gate) - expected).abs().max() <= fused_layers.MOST_STEPS * step
         assert kernels["add_norm"] == kernels["gated"] == 1
         assert torch.equal(forward(norm, hidden, gate.double()), norm(hidden, gate.double()))  # runs as it is
-    assert fused_forward(NormOfGated(24, eps=1e-5)) is None
+    assert fused_forward(MambaRMSNormGated(24, 24, eps=1e-5)) is None
 
 
 def turned(query, key, cos, sin):

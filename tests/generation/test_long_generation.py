@@ -4,11 +4,12 @@ import gc
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.generation.drafter import Drafter
-from tests.operations import Operations
 from tests.tiny_targets import RandomTreeDrafter, tiny_target
 from tests.user_objects import Answer
 
@@ -20,17 +21,19 @@ SIZES = {"vocab_size": 32, "hidden_size": 32, "num_attention_heads": 2, "num_key
 WIGGLE = 1.5
 
 
-class Written(Operations):
+class Written(TorchDispatchMode):
     """Counts the elements that operations write, views not among them, while it is open and not paused."""
 
     def __init__(self):
-        super().__init__(self.count)
+        super().__init__()
         self.elements, self.paused = 0, 0
 
-    def count(self, function, args, results):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
         kinds = [returned.alias_info for returned in function._schema.returns]
         if not self.paused and any(kind is None or kind.is_write for kind in kinds):
-            self.elements += sum(result.numel() for result in results)
+            self.elements += sum(result.numel() for result in tree_leaves(out) if torch.is_tensor(result))
+        return out
 
     def pause_in(self, patch, owner, name):
         """Do not count what a method does."""

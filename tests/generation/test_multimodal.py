@@ -83,14 +83,16 @@ def test_classes_whose_text_differs(name, reason, models):
 
 
 SOUND, HEARD = "feature_attention_mask", (torch.arange(40) < 16).long()[None]  # of 40 frames, 16 have sound
-FUYU_PATCHES = "image_patches"  # renamed, and still taken under this name by transformers 5.23
 # Class: number of tokens of an image or a sound, and the inputs of a batch with one in each row.
 GRID = torch.tensor([[x, y] for y in range(4) for x in range(4)])
 IMAGES = {
     "gemma3": (4, lambda n: {"pixel_values": torch.randn(n, 3, 28, 28)}),
     "gemma4": (4, lambda n: {"pixel_values": torch.rand(n, 16, 588), "image_position_ids": GRID.expand(n, -1, -1)}),
     "llava": (4, lambda n: {"pixel_values": torch.randn(n, 3, 28, 28)}),
-    "fuyu": (4, lambda n: {FUYU_PATCHES: torch.randn(n, 4, 48)}),
+    "mistral3": (4, lambda n: {"pixel_values": torch.randn(n, 3, 56, 56), "image_sizes": torch.full((n, 2), 56)}),
+    "idefics3": (1, lambda n: {"pixel_values": torch.randn(n, 1, 3, 28, 28)}),
+    # the name was changed, and transformers 5.23 still takes this one
+    "fuyu": (4, lambda n: {"image_patches": torch.randn(n, 4, 48)}),
     "qwen2_audio": (4, lambda n: {"input_features": torch.randn(n, 16, 40), SOUND: HEARD.repeat(n, 1)}),
 }
 TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}

@@ -21,6 +21,7 @@ _IMAGES: dict[str, dict] = {
     "gemma3": {"mm_tokens_per_image": 4},
     "gemma4": {"vision_config": _GEMMA4_VISION, "audio_config": None},
     "llava": {"vision_config": _PATCHES, "image_seq_length": 4},
+    "mistral3": {"vision_config": _PATCHES},
     "qwen2_vl": {"text_config": _MROPE},
     "qwen2_5_vl": {
         "text_config": _MROPE,
