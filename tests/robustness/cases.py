@@ -1,7 +1,6 @@
 """Parts of the random calls of fuzz.py: plain data, so that a failing call prints as what has to be typed."""
 
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
@@ -28,40 +27,12 @@ class LastToken(StoppingCriteria):
         return (input_ids[:, -1] + input_ids[:, -2]) % self.divisor == self.remainder
 
 
-class AnyLastToken(LastToken):
-    """Ends all rows where one of them has such a token."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return bool(super().__call__(input_ids, scores, **kwargs).any())
-
-
 def allowed_tokens(vocab: int, divisor: int) -> Any:
     """A constraint that depends on the row, the length and the last token."""
 
     def allowed(row: int, ids: torch.Tensor) -> list[int]:
         return [token for token in range(vocab) if (token + row + len(ids) + int(ids[-1])) % divisor]
 
-    return allowed
-
-
-def trie(vocab: int, seed: int, start: int, end: int) -> Any:
-    """A constraint of random words for each row, which knows of other texts only those that have ended.
-
-    It is declared to have no state for every other seed.
-    """
-
-    def allowed(row: int, ids: torch.Tensor) -> list[int]:
-        random = Random(100 * seed + row)
-        words = [[*random.choices(range(3, min(vocab, 8)), k=random.randint(1, 9)), end] for _ in range(6)]
-        text = ids[start:].tolist()
-        following = {word[len(text)] for word in words if len(word) > len(text) and word[: len(text)] == text}
-        if following:
-            return sorted(following)
-        length = text.index(end) + 1
-        assert text[:length] in words and not any(text[length:]), f"asked about {text}"
-        return [0]
-
-    allowed.stateless = seed % 2 == 0
     return allowed
 
 

@@ -29,8 +29,6 @@ PLANS = ("once",) * 5 + ("again", *CACHED)
 # Options under which the end token may be forbidden.
 FORBIDDING = {"min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"}
 FORBIDDING |= {"no_repeat_ngram_size"}  # also after the end of a row, where drafted tokens follow
-# Options under which every token that a constraint allows stays possible.
-SAMPLING = ("temperature", "top_k", "top_p", "prefill_chunk_size")
 # Kinds of processors of users, but for those that need more of a call, one vocabulary, or an error.
 OF_ONE_CALL = {"fails_at_its_sixth_call", "runs_the_target"}
 OWN = sorted(
@@ -68,14 +66,10 @@ class Call:
     wanted: str  # `text` for a tensor, `dict`, or `scores` for scores and logits as well
     masked: bool  # the attention mask is passed
     streamed: bool  # a streamer is passed
-    custom: bool  # the draft is passed as `custom_generate`
     small: tuple | None  # name, config fields and dtype of the model that drafts
     end: int  # the end token, if the options name no other
-    d2t: int | None  # seed of the tokens that an EAGLE-3 draft has, if not the first ones
     gaps: int | None  # distance of the zeros between tokens in the attention mask
     int32: bool  # prompts are int32
-    stops_all: bool  # the stopping criterion answers for all rows at once
-    trie: int | None  # seed of the words of a [`trie`]
     own: str | None  # name of a processor of a user
 
     @property
@@ -160,14 +154,10 @@ def calls(draw: Any, compiles: bool = False) -> Call:
         wanted=draw(st.sampled_from(["text", "dict", "scores"])),
         masked=draw(st.sampled_from([True, True, True, False])),
         streamed=draw(st.sampled_from([False, False, True])),
-        custom=draw(st.sampled_from([False, False, False, True])),
         small=small,
         end=END,
-        d2t=draw(maybe(st.integers(0, 99))) if "draft_vocab_size" in settings else None,
         gaps=None if limit else draw(maybe(st.integers(2, 5))),
         int32=draw(st.booleans()),
-        stops_all=draw(st.booleans()),
-        trie=draw(maybe(st.integers(0, 99))),
         own=draw(maybe(st.sampled_from(OWN))),
     )
     return within_reach(call)
@@ -184,8 +174,7 @@ def within_reach(call: Call) -> Call:
         # tokens were drawn for another vocabulary; the audit is of plain logits
         kept = ("max_length", "max_new_tokens", "prefill_chunk_size", "cache_implementation")
         options = {name: options[name] for name in kept if name in options}
-        changes |= {"do_sample": False, "penalty": None, "allowed": None, "stop_at": None}
-        changes |= {"trie": None, "own": None}
+        changes |= {"do_sample": False, "penalty": None, "allowed": None, "stop_at": None, "own": None}
         changes |= {"end": comparison.NEVER} if equal_rows else {}
     if options.get("forced_eos_token_id") in options.get("begin_suppress_tokens", ()):
         del options["begin_suppress_tokens"]  # both at once forbid all tokens
@@ -194,16 +183,11 @@ def within_reach(call: Call) -> Call:
     if call.plan in CACHED:
         options.pop("cache_implementation", None)
     if call.plan != "once":
-        changes |= {"streamed": False, "custom": False}
+        changes |= {"streamed": False}
     if call.gaps is not None:  # only a mask has them, and the audit knows none
         changes |= {"masked": True} if call.dtype == "float32" else {"gaps": None}
-    if call.streamed or "stop_strings" in options:  # transformers passes neither streamer nor tokenizer there
-        changes |= {"custom": False}
     if call.do_sample and not call.text_is_fixed:
         changes |= {"gate": False}  # where drafts end decides the text
-    if changes.get("trie", call.trie) is not None:  # no word may be forbidden, and none has another end
-        options = {name: options[name] for name in options if name in ("max_length", "max_new_tokens", *SAMPLING)}
-        changes |= {"allowed": None, "own": None, "penalty": None, "stop_at": None}
     return replace(call, options=options, lengths=lengths, **changes)
 
 
@@ -233,7 +217,6 @@ def script_of(call: Call) -> str:
     check = "check_text" if call.dtype == "float32" else f"partial(check_rounding, stock, {gap}, {call.end})"
     gaps = "" if call.gaps is None else f"\n    attention_mask[:, start // 2 : -1 : {call.gaps}] = 0"
     int32 = "\n    input_ids = input_ids.int()" if call.int32 else ""
-    how = '{"custom_generate": draft.custom_generate}' if call.custom else '{"assistant_model": draft}'
     mask = '{"attention_mask": attention_mask}' if call.masked else "{}"
     body = f"""
 def target(attention=None):
@@ -252,10 +235,9 @@ def prompts(seed):
 
 def generate(model, draft=None, seed=0, **more):
     input_ids, attention_mask = prompts(seed)
-    how = {{}} if draft is None else {how}
     mask = {mask}
     torch.manual_seed(5)
-    return model.generate(input_ids, **(arguments() | mask | how | more))
+    return model.generate(input_ids, assistant_model=draft, **(arguments() | mask | more))
 
 
 def reference(stock, **more):
@@ -290,10 +272,6 @@ def _draft(call: Call) -> str:
             before += ["model.config._name_or_path = small.config._name_or_path = folder"]
     else:
         maker = f"{MAKERS[call.kind]}, **{settings})"
-    if call.d2t is not None:
-        size, seed = settings["draft_vocab_size"], call.d2t
-        after += [f"ids = torch.randperm({call.vocab}, generator=torch.Generator().manual_seed({seed}))[:{size}]"]
-        after += [f"draft.d2t.copy_(ids.sort().values - torch.arange({size}))"]
     may_be_plain = call.limit < math.inf or call.gaps is not None
     unsupported = "plain" if may_be_plain else "error"
     after += [f"draft.generation_config.gate = {call.gate}"]
@@ -310,15 +288,11 @@ def _arguments(call: Call) -> str:
         characters = "".join(map(character, range(3, call.vocab)))
         lines += [f"options['tokenizer'] = character_tokenizer({characters!r})"]
     if call.stop_at is not None:
-        rule = "AnyLastToken" if call.stops_all else "LastToken"
-        lines += [f"options['stopping_criteria'] = [{rule}{call.stop_at}]"]
+        lines += [f"options['stopping_criteria'] = [LastToken{call.stop_at}]"]
     rules = [] if call.penalty is None else [f"ContextualPenaltyLogitsProcessor{call.penalty}"]
     rules += [] if call.own is None else [f"*PROCESSORS[{call.own!r}].apply(None).options['logits_processor']"]
     if rules:
         lines += [f"options['logits_processor'] = [{', '.join(rules)}]"]
-    if call.trie is not None:
-        arguments = f"{call.vocab}, {call.trie}, {max(call.lengths)}, {call.end}"
-        lines += [f"options['prefix_allowed_tokens_fn'] = trie({arguments})"]
     if call.allowed is not None:
         lines += [f"options['prefix_allowed_tokens_fn'] = allowed_tokens({call.vocab}, {call.allowed})"]
     return _function("arguments()", [*lines, "return options"])
