@@ -4,20 +4,17 @@ import copy
 from contextlib import contextmanager
 
 import pytest
-import torch
 from transformers import CONFIG_MAPPING, DynamicCache
 
 from hf_longspec import AssistantDraftModel, MtpDraftModel, PlainDraftModel
-from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
-from tests.generation.drafted_calls import drafted, generated
+from tests.generation.drafted_calls import after_an_error, drafted, generated
 from tests.generation.test_recurrent_states import OTHERS, SEEDS, TYPES
 from tests.house import hybrid_target
 from tests.pairwise import few, pairwise, soaked
 from tests.robustness.drafts import make_draft
 from tests.robustness.enumeration import build, with_capturable_experts
 from tests.tiny_targets import tiny_prompts
-from tests.user_objects import Bomb
 
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 
@@ -137,25 +134,12 @@ def test_mtp_layers_of_a_hybrid_target():
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, pytest.param(RuntimeError, marks=pytest.mark.soak)])
 def test_a_call_that_ends_in_the_middle_leaves_a_cache_that_continues(made, error):
-    """Ctrl-C keeps the text so far and its states, and an error the states before the call."""
     model, inputs = made("qwen3_5_text"), inputs_of(ONE)
     whole = generated(model, **inputs)
     draft = drafted(model, False, whole, 21)
     with on_device(model, draft) as (cuda, placed):
         inputs, cache = {name: cuda.place(value) for name, value in inputs.items()}, DynamicCache(config=model.config)
-        bomb = Bomb(
-            error=error, armed=lambda: bool(draft.last_speculation and draft.last_speculation.num_emitted_tokens > 4)
-        )
-        with pytest.raises(error):
-            generated(
-                placed, **inputs, assistant_model=draft, **{CACHE_NAME: cache}, logits_processor=[bomb.processor()]
-            )
-        text = draft.last_speculation.partial_sequences if error is KeyboardInterrupt else inputs["input_ids"]
-        assert cache.get_seq_length() == (text.shape[1] - 1 if error is KeyboardInterrupt else 0)
-        draft.hints = whole[:, text.shape[1] :].tolist()
-        more = inputs | {"input_ids": text, "attention_mask": torch.ones_like(text)}
-        more["max_new_tokens"] = whole.shape[1] - text.shape[1]
-        found = generated(placed, **more, assistant_model=draft, **{CACHE_NAME: cache})
+        found = after_an_error(placed, draft, inputs, whole, cache, error)
         assert cuda.replays and cuda.fetch(found).tolist() == whole.tolist()
 
 

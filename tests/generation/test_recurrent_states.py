@@ -21,6 +21,7 @@ from tests.generation.drafted_calls import (
     NEW,
     ONE,
     RAGGED,
+    after_an_error,
     arguments,
     check_a_commit,
     check_a_returned_cache,
@@ -31,7 +32,6 @@ from tests.generation.drafted_calls import (
 from tests.pairwise import few, pairwise, soaked
 from tests.robustness.drafts import make_draft
 from tests.robustness.enumeration import build
-from tests.user_objects import Bomb
 
 # Whether the chunks of a prompt leave out what a cache holds in stock; the text is wrong otherwise.
 LEAVES_OUT_HELD_TOKENS = Version(transformers.__version__) >= Version("5.23")
@@ -161,25 +161,11 @@ def test_a_returned_cache_continues(made, name, kind):
     ),
 )
 def test_a_call_that_ends_in_the_middle_leaves_a_cache_that_continues(made, name, error, kind):
-    """Ctrl-C keeps the text so far and its states, and an error the states before the call."""
     model, inputs = made(name), arguments((21,), do_sample=False)
     whole = generated(model, **inputs)
     draft = drafted(model, False, whole, 21)
     cache = DynamicCache(config=model.config) if kind == "dynamic" else SpeculativeCache(model.config, 1, 90)
-    bomb = Bomb(
-        error=error, armed=lambda: bool(draft.last_speculation and draft.last_speculation.num_emitted_tokens > 4)
-    )
-    with pytest.raises(error):
-        generated(model, **inputs, assistant_model=draft, **{CACHE_NAME: cache}, logits_processor=[bomb.processor()])
-    text = inputs["input_ids"]
-    if error is KeyboardInterrupt:
-        text = draft.last_speculation.partial_sequences
-        assert 25 < text.shape[1] < whole.shape[1]
-    assert cache.get_seq_length() == (text.shape[1] - 1 if error is KeyboardInterrupt else 0)
-    draft.hints = whole[:, text.shape[1] :].tolist()
-    more = inputs | {"input_ids": text, "attention_mask": torch.ones_like(text)}
-    more["max_new_tokens"] = whole.shape[1] - text.shape[1]
-    assert generated(model, **more, assistant_model=draft, **{CACHE_NAME: cache}).tolist() == whole.tolist()
+    assert after_an_error(model, draft, inputs, whole, cache, error).tolist() == whole.tolist()
 
 
 def test_the_functions_of_transformers_are_replaced_for_a_call_only(made):
