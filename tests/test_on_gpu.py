@@ -17,8 +17,6 @@ from hf_longspec.generation.special_cases import masked
 from hf_longspec.generation.target import TargetView
 from tests.generation import test_captured_states as states
 from tests.generation.drafted_calls import drafted, generated
-from tests.generation.test_captured_masks import TYPES as MASKED_TYPES
-from tests.generation.test_captured_masks import made as made_masked
 from tests.generation.test_on_simulated_cuda import BATCHES, DRAFTERS, generate, make_draft
 from tests.generation.test_recurrent_states import SEEDS
 from tests.modeling.test_contract import draft_of
@@ -128,10 +126,12 @@ def test_texts_of_hybrid_targets(steps, name, chain, lengths):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "steps", "chain", "lengths"), pairwise(MASKED_TYPES, *WAYS), indirect=["steps"])
+@pytest.mark.parametrize(
+    ("name", "steps", "chain", "lengths"), pairwise(states.MASKED_TYPES, *WAYS), indirect=["steps"]
+)
 def test_texts_of_targets_verified_by_a_mask(steps, name, chain, lengths, monkeypatch):
     monkeypatch.setattr(masked, "MOST_OF_MASK", 1.0)
-    check(made_masked(name), chain, lengths)
+    check(made(name), chain, lengths)
 
 
 @torch.no_grad()
