@@ -1,6 +1,5 @@
 """Parts of the random calls of fuzz.py: plain data, so that a failing call prints as what has to be typed."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,9 +71,7 @@ SPARSE = BOTH_RULES | {
     "sparse_ratio": st.sampled_from([0.05, 0.5, 1.0]),
     "sparse_min_tokens": st.integers(1, 20),
 }
-EAGLE3 = {"tree_widths": WIDTHS, "window": st.sampled_from([None, "trained", 4, 9]), "sinks": st.integers(0, 4)}
 EAGLE3_FLAGS = ("own_embedding", "own_head", "norm_before_residual", "norm_output", "qk_norm", "attention_bias")
-EAGLE3_CHECKPOINTS = Path(__file__).parents[1] / "modeling" / "eagle3" / "fixtures"
 # Settings of each kind of draft that do not depend on one another.
 SETTINGS: dict[str, dict[str, st.SearchStrategy]] = {
     "tree": {
@@ -109,8 +106,12 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy]] = {
         "sinks": st.integers(0, 4),
         "prefill_chunk_size": st.sampled_from([3, 2048]),
     },
-    "eagle3": EAGLE3 | dict.fromkeys(EAGLE3_FLAGS, st.booleans()),
-    "fixture": EAGLE3,  # checkpoints of other projects
+    "eagle3": {
+        "tree_widths": WIDTHS,
+        "window": st.sampled_from([None, "trained", 4, 9]),
+        "sinks": st.integers(0, 4),
+    }
+    | dict.fromkeys(EAGLE3_FLAGS, st.booleans()),
 }
 # Those with more to vary are drawn more often.
 KINDS = (*SETTINGS, "tree", "eagle3", "assistant")
@@ -133,8 +134,6 @@ def drafts(draw, vocab: int) -> tuple[str, dict[str, Any]]:
         shapes = {"tree_widths": WIDTHS.filter(lambda widths: set(widths) != {1})}, {"num_assistant_tokens": NUMBERS}
         shape = draw(st.sampled_from((*shapes, shapes[1] | {"pard_token": st.just(vocab - 1)})))
         settings |= draw(st.fixed_dictionaries(shape))
-    if kind == "fixture":
-        settings["folder"] = draw(st.sampled_from(sorted(path.name for path in EAGLE3_CHECKPOINTS.iterdir())))
     if kind == "eagle3":
         count = settings["num_hidden_layers"] = draw(st.integers(1, 2))
         options = {"layer_windows": st.lists(st.integers(2, 9), min_size=count, max_size=count)}

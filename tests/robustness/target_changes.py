@@ -41,10 +41,10 @@ def subclass(module: nn.Module, **methods: Any) -> None:
 
 
 def after_forward(change: Callable[..., Any], path: str = MLP) -> Callable[[Any], None]:
-    """Return what gives a module a class whose forward returns `change(output, **arguments)`, or of the module."""
+    """Return what gives a module a class whose forward returns `change(output, **arguments)`."""
 
     def forward(self, *args, **kwargs):
-        return change(super(type(self), self).forward(*args, **kwargs), module=self, **kwargs)
+        return change(super(type(self), self).forward(*args, **kwargs), **kwargs)
 
     return lambda model: subclass(model.get_submodule(path), forward=forward)
 

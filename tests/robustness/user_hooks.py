@@ -36,13 +36,8 @@ def declared(function: Any) -> Any:
     copied = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
-    return told(copied, True)
-
-
-def told(function: Any, is_stateless: bool) -> Any:
-    """Declare something of a function or an object, and return it."""
-    function.stateless = is_stateless
-    return function
+    copied.stateless = True
+    return copied
 
 
 # Ways to put code on a model.
