@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends.triton import commit
-from tests.attention_backends.triton.machine import DEVICE
+from tests.attention_backends.triton.machine import DEVICE, counted
 
 pytestmark = pytest.mark.usefixtures("kernel_device")
 
@@ -55,20 +55,14 @@ def on_device(*lists):
 @pytest.mark.parametrize("name", PATHS)
 def test_every_slot_of_every_buffer(name, monkeypatch):
     """Buffers of different dtypes are moved by one launch."""
-    launches, kernel = [], commit._move_kernel
-
-    class Spy:
-        def __getitem__(self, grid):
-            launches.append(grid)
-            return kernel[grid]
-
-    monkeypatch.setattr(commit, "_move_kernel", Spy())
+    launches = []
+    monkeypatch.setattr(commit, "_move_kernel", counted(commit._move_kernel, launches))
     lengths, path, counts = PATHS[name]
     buffers = [*make_buffers(len(lengths), torch.float32)[:4], *make_buffers(len(lengths), torch.bfloat16)[4:]]
     expected = [moved_by_loop(buffer, lengths, path, counts) for buffer in buffers]
     commit.move_nodes(buffers, *on_device(path, lengths, counts))
     assert all(map(same_bits, buffers, expected))
-    assert launches == [(sum(buffer.shape[1] for buffer in buffers), len(lengths))]
+    assert [grid for _, grid in launches] == [(sum(buffer.shape[1] for buffer in buffers), len(lengths))]
 
 
 def test_views_and_inference_tensors():
