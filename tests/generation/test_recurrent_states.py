@@ -32,6 +32,7 @@ from tests.generation.drafted_calls import (
 from tests.pairwise import few, pairwise, soaked
 from tests.robustness.drafts import make_draft
 from tests.robustness.enumeration import build
+from tests.watching import after
 
 # Whether the chunks of a prompt leave out what a cache holds in stock; the text is wrong otherwise.
 LEAVES_OUT_HELD_TOKENS = Version(transformers.__version__) >= Version("5.23")
@@ -218,14 +219,8 @@ def beam_of_plain_forwards(model, text, shape, mask_token):
 def test_a_hybrid_draft_model_proposes_its_own_text(made, name, settings, monkeypatch):
     """After every rejection and in rows of different lengths: its states are those of the committed text."""
     model, small, proposals = made(name), noisy(made(name)), []
-    propose = AssistantDrafter.propose
-
-    def noted(self, root):
-        tree = propose(self, root)
-        proposals.append((self.binding.cache.lengths.host, tree.tokens))
-        return tree
-
-    monkeypatch.setattr(AssistantDrafter, "propose", noted)
+    note = lambda tree, one, _: proposals.append((one.binding.cache.lengths.host, tree.tokens))  # noqa: E731
+    after(monkeypatch, AssistantDrafter, "propose", note)
     lengths, new = (14, 3, 21), 14
     inputs = arguments(lengths, do_sample=False, max_new_tokens=new)
     text = generated(model, **inputs)
