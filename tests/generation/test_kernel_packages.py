@@ -9,14 +9,7 @@ import torch
 
 from hf_longspec.generation.special_cases.recurrences import limits_steps, mixers
 from hf_longspec.generation.target import TargetView
-from tests.generation.drafted_calls import (
-    ONE,
-    RAGGED,
-    arguments,
-    check_a_commit,
-    drafted,
-    generated,
-)
+from tests.generation.drafted_calls import ONE, RAGGED, arguments, check_a_commit, drafted, generated
 from tests.generation.test_recurrent_states import SEEDS, SOAKED, TYPES
 from tests.kernel_packages import CALLS, with_packages
 from tests.pairwise import few, pairwise

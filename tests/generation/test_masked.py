@@ -7,13 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_longspec import (
-    AssistantDraftModel,
-    NgramDraftModel,
-    SpecAttnDraftModel,
-    SpeculativeCache,
-    TokenSwiftDraftModel,
-)
+from hf_longspec import AssistantDraftModel, NgramDraftModel, SpecAttnDraftModel, SpeculativeCache, TokenSwiftDraftModel
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.special_cases.masked import MASKED, IndexerChoices, PlainForwards

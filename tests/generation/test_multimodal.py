@@ -4,12 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationMixin,
-    PreTrainedModel,
-    Qwen2AudioForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel, Qwen2AudioForConditionalGeneration
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME

@@ -6,10 +6,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, WatermarkingConfig
 from transformers.generation import logits_process
-from transformers.generation.logits_process import (
-    PrefixConstrainedLogitsProcessor,
-    TemperatureLogitsWarper,
-)
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel
 from hf_longspec.generation.sampling import HISTORY_FREE

@@ -262,10 +262,7 @@ def test_a_hybrid_draft_model_catches_up_after_plain_steps(made, settings):
         assert torch.equal(found.tokens, fresh.propose(roots + 2).tokens)
 
 
-@pytest.mark.parametrize(
-    "name",
-    few(["qwen3_5_text", "jamba", "granitemoehybrid", "falcon_h1"], 2),
-)
+@pytest.mark.parametrize("name", few(["qwen3_5_text", "jamba", "granitemoehybrid", "falcon_h1"], 2))
 def test_the_target_drafts_for_itself_on_copies_of_its_states(made, name):
     """With all entries it proposes the text of `generate`, and all is accepted; with few the text is the same."""
     model, lengths = made(name), (23, 3, 40)

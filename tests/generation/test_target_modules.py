@@ -234,11 +234,7 @@ def of_a_class():
     return layer
 
 
-PACKED = {
-    "bytes": Bytes,
-    "words": Words,
-    "tensors of a class": of_a_class,
-}
+PACKED = {"bytes": Bytes, "words": Words, "tensors of a class": of_a_class}
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -106,11 +106,7 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy]] = {
         "sinks": st.integers(0, 4),
         "prefill_chunk_size": st.sampled_from([3, 2048]),
     },
-    "eagle3": {
-        "tree_widths": WIDTHS,
-        "window": st.sampled_from([None, "trained", 4, 9]),
-        "sinks": st.integers(0, 4),
-    }
+    "eagle3": {"tree_widths": WIDTHS, "window": st.sampled_from([None, "trained", 4, 9]), "sinks": st.integers(0, 4)}
     | dict.fromkeys(EAGLE3_FLAGS, st.booleans()),
 }
 # Those with more to vary are drawn more often.

@@ -81,10 +81,7 @@ def test_values(broken, kind, changes, match):
 
 @pytest.mark.parametrize(
     ("change", "match"),
-    [
-        (cut, "weights in .* cannot be read"),
-        (Path.unlink, "no file named model.safetensors"),
-    ],
+    [(cut, "weights in .* cannot be read"), (Path.unlink, "no file named model.safetensors")],
     ids=["cut short", "missing"],
 )
 def test_unreadable_weights(broken, change, match):

@@ -10,12 +10,7 @@ import types
 from typing import Any
 
 import torch
-from transformers import (
-    LogitsProcessor,
-    SynthIDTextWatermarkingConfig,
-    TemperatureLogitsWarper,
-    WatermarkingConfig,
-)
+from transformers import LogitsProcessor, SynthIDTextWatermarkingConfig, TemperatureLogitsWarper, WatermarkingConfig
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, StructuredOutput
 from tests.robustness.user_code import ENDS, VOCAB, Applied, Entry

@@ -13,11 +13,7 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import merge_attention_states
 from hf_longspec.attention_backends.triton import backend, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
-from hf_longspec.attention_backends.triton.config import (
-    Gpu,
-    hybrid_config,
-    most_splits,
-)
+from hf_longspec.attention_backends.triton.config import Gpu, hybrid_config, most_splits
 from tests.attention_backends.oracle import (
     SCALING,
     assert_within_budget,
