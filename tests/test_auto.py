@@ -120,7 +120,6 @@ def test_a_slower_draft_is_left_to_the_gate(named, speeds):
         ("---\ndraft_model: ../draft\n---\n", ["specattn", "ngram"]),
         ("---\ndraft_model: 7\n---\n", ["ngram"]),
         ("---\ndraft_model: [\n---\n", ["ngram"]),
-        ("---\n- 3\n---\n", ["ngram"]),
         ("# No metadata\n", ["ngram"]),
         ("---\ndraft_model: ../target\n---\n", ["assistant", "ngram"]),  # a small model
         ("---\ndraft_model: ./nowhere/at/all\n---\n", ["ngram"]),

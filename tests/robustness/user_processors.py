@@ -196,19 +196,12 @@ def structured_output(model):
     return passed(StructuredOutput(letters, regex="(ab|c|de){9}[a-z]*", eos_token_id=ENDS[0]))
 
 
-# Options for which `generate` makes processors; some prepare tensors in their first call.
-OF_TRANSFORMERS = {
-    "penalties": {"repetition_penalty": 1.6, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
-    "bad words": {"bad_words_ids": [[5], [6, 7]]},
-    "bias of sequences": {"sequence_bias": {(5,): 2.0, (6, 7): -3.0}},
-    "forced end": {"forced_eos_token_id": 10, "exponential_decay_length_penalty": (3, 1.2)},
-    "suppressed": {"begin_suppress_tokens": [4], "suppress_tokens": [5, 6]},
-    "watermark": {"watermarking_config": WatermarkingConfig(bias=5.0)},
-}
-PROCESSORS |= {
-    name: Entry(lambda model, options=options: Applied({**options}), is_passed=True, drafts=True, has_effect=None)
-    for name, options in OF_TRANSFORMERS.items()
-}
+# Processors that `generate` makes: fuzz.py has their options, but for this one.
+
+
+@kind(drafts=True)
+def watermark(model):
+    return Applied({"watermarking_config": WatermarkingConfig(bias=5.0)})
 
 
 @kind
