@@ -83,6 +83,13 @@ def test_what_is_lent_may_be_written_to(made, name):
             lent.crop(-6)
         out = model.generate(longer, assistant_model=assistant, **{CACHE_NAME: lent}, **options(longer))
         assert out.tolist() == model.generate(longer, **options(longer)).tolist() and same(before, copies(prefixes))
+    with torch.no_grad():
+        for length, cut in ((1, 0), (3, 9)):
+            lent = prefixes.take(longer)
+            if not lent.parts:
+                lent.crop(-cut)
+            model(prompt(length, 5), **{CACHE_NAME: lent})
+    assert same(before, copies(prefixes))
     cache = SpeculativeCache(model.config, 1, 64)
     with torch.no_grad():
         model(text, **{CACHE_NAME: cache})
