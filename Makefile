@@ -31,7 +31,7 @@ READY_INTEROP := $(VENV_INTEROP)/.ready
 
 # What can differ between transformers versions: architectures, masks and positions, caches, what generate() passes on,
 # loading and saving, a training run. What depends on torch or on arithmetic of the package alone runs in `make test`.
-MIN_TESTS := $(addprefix tests/generation/test_,cache.py checks.py decoding.py forward_check.py logits.py masked.py \
+MIN_TESTS := $(addprefix tests/generation/test_,cache.py checks.py decoding.py forward_check.py masked.py \
 	multimodal.py rotary.py route.py sequences.py structure.py target.py target_modules.py trial.py) \
 	tests/modeling/test_base.py \
 	$(addprefix tests/modeling/test_contract.py::test_,saving_and_loading inside_transformers_own_assisted_decoding \

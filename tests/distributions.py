@@ -1,17 +1,13 @@
-"""The comparison of sampled frequencies with a distribution, a target that is a table, and random trees."""
+"""The comparison of sampled frequencies with a distribution, and random trees."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hf_longspec.generation.draft_tree import DraftTree, trie_of, trie_table
 
-# Seconds on one CPU core, and enough to see the wrong rules of test_verification_distribution.py clearly.
-SHORT_ROWS = 20_000
-# The evidence: resolves frequencies to about 0.001.
-LONG_ROWS = 200_000
 # Counts that Pearson's test needs of every outcome, by the usual rule of thumb.
 FEWEST_OF_PEARSON = 5
 
@@ -60,37 +56,6 @@ def _pool_rare(counts: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     rare = (expected < FEWEST_OF_PEARSON) | (expected.cumsum(0) - expected < FEWEST_OF_PEARSON)
     counts, p = ((torch.cat([x[~rare], x[rare].sum()[None]])) for x in (counts, p))
     return counts, p
-
-
-class MarkovTarget:
-    """A target whose logits depend on the last token only; its processors see the whole prefix."""
-
-    def __init__(
-        self, vocab_size: int, generator: torch.Generator, processors: Sequence[Callable[[Tensor, Tensor], Tensor]] = ()
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.processors = processors
-        self.table = 1.5 * torch.randn(vocab_size, vocab_size, generator=generator)
-
-    def scores(self, prefix: Tensor) -> Tensor:
-        """Processed scores `(rows, vocab_size)` of the token after `prefix` of shape `(rows, length)`."""
-        scores = self.table[prefix[:, -1]]
-        for processor in self.processors:
-            scores = processor(prefix, scores)
-        return scores
-
-    def node_scores(self, prefix: Tensor, tree: DraftTree) -> Tensor:
-        """Processed scores `(rows, nodes, vocab)` after every node; the prefix includes the root."""
-        paths = [prefix]
-        for node, parent in enumerate(tree.parents[0].tolist()[1:], start=1):
-            paths.append(torch.cat([paths[parent], tree.tokens[:, node, None]], dim=1))
-        return torch.stack([self.scores(path) for path in paths], dim=1)
-
-    def pair_distribution(self, prefix: Tensor) -> Tensor:
-        """Joint distribution `(vocab_size, vocab_size)` of the two tokens after one `prefix` of shape `(length,)`."""
-        extended = torch.cat([prefix.expand(self.vocab_size, -1), torch.arange(self.vocab_size)[:, None]], dim=1)
-        first = self.scores(prefix[None])[0].double().softmax(-1)
-        return first[:, None] * self.scores(extended).double().softmax(-1)
 
 
 def trie(

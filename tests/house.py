@@ -51,10 +51,7 @@ CASES = {
         r"|names_of\(|IMAGES|call\.inputs|takes_inputs",
         ("images",),
     ),
-    "rotary limit": (
-        r"rotary_limit|changes_of|FrequencyChange|ROTARY_LIMIT",
-        ("rotary_limit",),
-    ),
+    "rotary limit": (r"rotary_limit|changes_of|FrequencyChange|ROTARY_LIMIT", ("rotary_limit",)),
     "caches of the user": (
         r"is_own\(|take_over|bring_up_to_date|held_by|why_not_stored|refuse_cache|UserCache|USER_CACHE|is_users"
         r"|_is_user_defined|\badopt\b|give_back",
@@ -213,10 +210,7 @@ def main(arguments: list[str]) -> None:
     rows: list[tuple[str, str, list[str]]] = []
     llama, hybrid = plain_target(), hybrid_target()
     longspec = LongSpecDraftModel.from_target(llama, intermediate_size=64)
-    walks = {
-        "iteration, LongSpec": iteration(llama, longspec),
-        "hall, LongSpec": hall(llama, longspec),
-    }
+    walks = {"iteration, LongSpec": iteration(llama, longspec), "hall, LongSpec": hall(llama, longspec)}
     walks["iteration, MTP on a hybrid target"] = iteration(hybrid, MtpDraftModel.from_target(hybrid))
     rows += [(name, walk.row(), walk.rooms) for name, walk in walks.items()]
     sizes = {name: len(code_lines(path)) for name, path in files()}

@@ -111,17 +111,7 @@ def recurrence(q, k, v, g, beta, scale, initial_state):
     return out, state
 
 
-def chunk(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    use_qk_l2norm_in_kernel=False,
-):
+def chunk(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False):
     """A delta rule over a text."""
     if initial_state is not None:
         assert initial_state.dtype == torch.float32, "initial_state must be in float32."
@@ -132,15 +122,7 @@ def chunk(
 
 
 def fused_recurrent(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    use_qk_l2norm_in_kernel=False,
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False
 ):
     """A delta rule over single tokens."""
     if use_qk_l2norm_in_kernel:

@@ -83,15 +83,6 @@ def test_expectations_against_a_forward_per_sample(target, prompt):
         assert ranks[1, place, 2].item() == pytest.approx(p.sum().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
-def test_windows_sinks_and_latent_caches_are_read_as_they_are(name):
-    model = tiny_target(name)
-    model.generation_config.eos_token_id = None
-    prompt = tiny_prompts(128, [19])[0]
-    report = audit_sampling(model, prompt, draw(model, prompt, samples=300))
-    assert report.verdict == FOLLOWS, str(report)
-
-
 def test_refusals(target, prompt):
     samples = draw(target, prompt, samples=8)
     with pytest.raises(ValueError, match="8 samples are too few"):
@@ -100,6 +91,3 @@ def test_refusals(target, prompt):
         audit_sampling(target, prompt, samples, temperature=0)
     with pytest.raises(ValueError, match="expected one prompt"):
         audit_sampling(target, prompt.expand(2, -1), samples)
-    model = tiny_target("llama").train()
-    with pytest.raises(ValueError, match="training mode"):
-        audit_sampling(model, prompt, samples)

@@ -252,10 +252,8 @@ class Refuses(StoppingCriteria):
 
 FAILURES = {
     "a processor that raises": ({"logits_processor": LogitsProcessorList([Raises(9)])}, "no more"),
-    "a processor that raises at once": ({"logits_processor": LogitsProcessorList([Raises(6)])}, "no more"),
     "scores that are nan": (SAMPLED | {"logits_processor": LogitsProcessorList([Nan(9)])}, "cannot be sampled"),
     "a criterion that raises": ({"stopping_criteria": [Refuses()]}, "no more"),
-    "a streamer that raises at once": ({"streamer": Tokens(fails_at=0)}, "the client has left"),
     "a streamer that raises": ({"streamer": Tokens(fails_at=8)}, "the client has left"),
 }
 

@@ -9,19 +9,15 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 from torch.utils._pytree import tree_map_only
-from transformers import StaticCache
 from transformers.utils import is_flash_linear_attention_available
 
 from benchmarks.gpu_iterations import counted_graphs
-from hf_longspec import Batcher, GrammarDraftModel, NgramDraftModel, PlainDraftModel, PrefixCache, StructuredOutput
-from hf_longspec.generation.cache import CACHE_NAME
+from hf_longspec import Batcher, GrammarDraftModel, PlainDraftModel, StructuredOutput
 from hf_longspec.generation.special_cases import masked
 from hf_longspec.generation.target import TargetView
 from tests.generation import test_captured_states as states
 from tests.generation.drafted_calls import drafted, generated
-from tests.generation.test_captured_masks import TYPES as MASKED_TYPES
-from tests.generation.test_captured_masks import made as made_masked
-from tests.generation.test_on_simulated_cuda import BATCHES, DRAFTERS, NEW, generate, make_draft
+from tests.generation.test_on_simulated_cuda import BATCHES, DRAFTERS, generate, make_draft
 from tests.generation.test_recurrent_states import SEEDS
 from tests.modeling.test_contract import draft_of
 from tests.pairwise import pairwise
@@ -130,10 +126,12 @@ def test_texts_of_hybrid_targets(steps, name, chain, lengths):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "steps", "chain", "lengths"), pairwise(MASKED_TYPES, *WAYS), indirect=["steps"])
+@pytest.mark.parametrize(
+    ("name", "steps", "chain", "lengths"), pairwise(states.MASKED_TYPES, *WAYS), indirect=["steps"]
+)
 def test_texts_of_targets_verified_by_a_mask(steps, name, chain, lengths, monkeypatch):
     monkeypatch.setattr(masked, "MOST_OF_MASK", 1.0)
-    check(made_masked(name), chain, lengths)
+    check(made(name), chain, lengths)
 
 
 @torch.no_grad()
@@ -188,22 +186,6 @@ def test_texts_of_requests_that_join(gpu, kind):
     for row, (ids, how) in enumerate(requests):
         torch.manual_seed(row)
         assert found[row].tolist() == model.generate(ids, assistant_model=beside, **how).tolist(), row
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_texts_with_caches_as_objects(gpu, name):
-    model = gpu.place(tiny_target(name, vocab_size=24))
-    ids, mask = gpu.place(tiny_prompts(24, (21,)))
-    draft = NgramDraftModel.from_target(model)
-    expected = generate(model, None, ids, mask, False)
-    static = StaticCache(config=model.config, max_cache_len=64)
-    assert generate(model, draft, ids, mask, False, **{CACHE_NAME: static}).tolist() == expected.tolist()
-    prefixes = PrefixCache(model, 2**24)
-    how = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
-    for _ in range(2):
-        found = prefixes.generate(ids, assistant_model=draft, **how)
-        assert found.tolist() == expected.tolist()
 
 
 @torch.no_grad()

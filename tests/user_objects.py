@@ -41,10 +41,6 @@ class Bomb:
         if self.calls == 0 and self.armed():
             raise self.error
 
-    @property
-    def went_off(self):
-        return self.calls <= 0
-
     def processor(self):
         """A logits processor that changes nothing, so that a draft may call it more often."""
         return BombProcessor(self)

@@ -20,14 +20,7 @@ import torch
 from transformers.utils import logging
 
 from .lengths import SeqLens
-from .registry import (
-    AttentionBackend,
-    AttentionCall,
-    AttentionState,
-    nothing_visible,
-    register_backend,
-    why_not_dtype,
-)
+from .registry import AttentionBackend, AttentionCall, AttentionState, nothing_visible, register_backend, why_not_dtype
 from .torch_backend import causal_attention, tree_attention, with_unit_stride
 
 logger = logging.get_logger(__name__)

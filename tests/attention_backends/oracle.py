@@ -131,27 +131,6 @@ def prefix_case(nodes, groups, size, lengths, window, dtype, softcap=None, value
     return query, key, value, lengths, options, exact, plain
 
 
-def sparse_case(counts, groups, nodes, sizes, dtype, chosen=13, kv_heads=2, softcap=None, per_head=True, slots=40):
-    """Inputs of `sparse_attention`, whose slots that are not used hold NaN, options, exact state, plain output."""
-    batch, (size, value_size) = len(counts), sizes
-    query, key, value = tensors(batch, kv_heads, groups, nodes, slots, size, dtype, value_size, seed=nodes)
-    heads, generator = kv_heads if per_head else 1, torch.Generator().manual_seed(nodes)
-    picks = [torch.randperm(slots, generator=generator)[:chosen] for _ in range(batch * heads)]
-    indices, counts = torch.stack(picks).view(batch, heads, chosen), torch.tensor(counts)
-    options = {"scaling": size**-0.5, "softcap": softcap}
-    exact = reference.sparse_attention(*double(query, key, value), indices, counts, **options)
-    own = indices.expand(-1, kv_heads, -1)[..., None]
-    gathered = key.gather(2, own.expand(-1, -1, -1, size)), value.gather(2, own.expand(-1, -1, -1, value_size))
-    visible = (torch.arange(chosen) < counts[:, None])[:, None, None].expand(-1, 1, nodes, -1)
-    plain = plain_attention(query, *gathered, visible, **options)
-    used = torch.zeros(batch, kv_heads, slots, dtype=torch.bool)
-    for b, count in enumerate(counts.tolist()):
-        for h in range(kv_heads):
-            used[b, h, indices[b, h if per_head else 0, :count]] = True
-    key, value = (x.masked_fill(~used[..., None], torch.nan) for x in (key, value))
-    return (query, key, value, indices, counts), options, exact, plain
-
-
 class Capture:
     """Keeps what a context passes to its capture."""
 

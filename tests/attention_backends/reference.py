@@ -1,6 +1,6 @@
 """The definition of every attention function of a backend, and a slow backend of these functions for tests.
 
-Every backend has these four functions with these signatures and must return the same results. They all take
+Every backend has these three functions with these signatures and must return the same results. They all take
 
     query (B, H, N, D)        key (B, K, S, D)        value (B, K, S, Dv)
     scaling: factor of the scores        softcap, optional: scores become softcap * tanh(scores / softcap)
@@ -20,7 +20,6 @@ B batch, S key slots, N queries, M tree keys, H query heads, K key/value heads, 
 import torch
 
 from hf_longspec.attention_backends import interface
-from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import AttentionBackend, register_backend
 
 
@@ -57,15 +56,6 @@ def tree_attention(query, key, value, mask, *, scaling, softcap=None):
     lse = torch.logsumexp(scores, dim=-1)
     weights = (scores - lse[..., None]).masked_fill(~visible, -torch.inf).exp()
     return (weights @ value_).to(value.dtype), lse
-
-
-def sparse_attention(query, key, value, indices, counts, *, scaling, softcap=None):
-    """N queries see the first `counts[b]` of the slots `indices` `(B, K, T)` or `(B, 1, T)`, all of which are valid."""
-    heads = key.shape[1]
-    chosen = indices.expand(-1, heads, -1)[..., None]
-    key = key.gather(2, chosen.expand(-1, -1, -1, key.shape[3]))
-    value = value.gather(2, chosen.expand(-1, -1, -1, value.shape[3]))
-    return prefix_attention(query, key, value, SeqLens(None, counts), scaling=scaling, softcap=softcap)
 
 
 def causal_attention(query, key, value, *, scaling, sliding_window=None, softcap=None):

@@ -32,12 +32,10 @@ def test_one_call_on_the_cache_itself(window, told, calls):
     ("capability", "packages", "version"),
     [
         (9, ("kernels", HUB_2, HUB_3), 3),
-        (9, ("kernels", HUB_2), 2),
         (8, ("kernels", HUB_2, HUB_3), 2),
         (10, ("kernels", HUB_3), None),
         (9, ("flash_attn", "kernels", HUB_3), 2),  # what is installed comes first
         (9, ("flash_attn", "flash_attn_interface"), 3),
-        (8, ("flash_attn", "flash_attn_interface"), 2),
         (10, ("flash_attn", "flash_attn_interface"), 2),  # version 3 is for Hopper
         (9, (), None),
     ],

@@ -4,11 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionMaskInterface, DynamicCache
 
-from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.interface import WindowMask, attention_forward, register
-from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.cache import CACHE_NAME
 from tests.attention_backends import reference  # noqa: F401 - registers its name
 from tests.pairwise import pairwise
@@ -73,29 +71,6 @@ def test_logits_of_a_prompt_in_chunks(name, models):
             torch.testing.assert_close(actual, expected[:, start:stop], **rounding(expected, LAYERS))
 
 
-@pytest.mark.parametrize(("name", "cache"), [("gemma2", "static"), ("gpt_oss", "dynamic"), ("cohere2", "static")])
-def test_generate(name, cache, models):
-    model = models[name]
-    input_ids, mask = tiny_prompts(128, LENGTHS)
-    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    texts = []
-    for implementation in ("eager", "hf_longspec"):
-        model.set_attn_implementation(implementation)
-        texts.append(model.generate(input_ids, cache_implementation=cache, **options))
-    model.set_attn_implementation("eager")
-    assert torch.equal(*texts)
-
-
-@pytest.mark.parametrize("name", ["llama", "glm4"])
-def test_a_window_that_the_model_does_not_use(name):
-    """It is in the config, as it was left over in some checkpoints, and neither in the mask nor passed."""
-    model = tiny_target(name, sliding_window=16)
-    input_ids, _ = tiny_prompts(128, (40,))
-    expected = run(model, "eager", input_ids, use_cache=False).logits
-    actual = run(model, "hf_longspec", input_ids, use_cache=False).logits
-    torch.testing.assert_close(actual, expected, **rounding(expected, LAYERS))
-
-
 @pytest.mark.parametrize(
     "use",
     [
@@ -135,22 +110,6 @@ def test_no_mask_is_built_without_padding(monkeypatch, models):
     input_ids, mask = tiny_prompts(128, LENGTHS)
     run(models["llama"], "hf_longspec", input_ids, attention_mask=mask)
     assert len(calls) == 1
-
-
-def test_chunked_attention_gets_a_mask():
-    """Chunks look like a window to the mask function, and only the mask knows where they begin."""
-    function = AttentionMaskInterface()["hf_longspec"]
-
-    def visible_chunk(batch, head, query, key):
-        return (key <= query) & (key // 4 == query // 4)
-
-    sizes = {"batch_size": 1, "q_length": 8, "kv_length": 8, "mask_function": visible_chunk, "device": "cpu"}
-    mask = function(**sizes, local_size=4, config=SimpleNamespace(sliding_window=None, attention_chunk_size=4))
-    assert mask[0, 0, 5].tolist() == [False] * 4 + [True] * 2 + [False] * 2
-    window = function(**sizes, local_size=4, config=SimpleNamespace(sliding_window=4))
-    assert isinstance(window, WindowMask) and window.sliding_window == 4
-    assert function(**sizes, local_size=4, config=SimpleNamespace(sliding_window=4), q_offset=2) is not None
-    assert function(**sizes, allow_is_causal_skip=False) is not None
 
 
 @pytest.mark.parametrize(
@@ -197,26 +156,9 @@ def test_a_mask_may_be_longer_than_the_keys(name):
     assert torch.equal(short, long)
 
 
-@pytest.mark.parametrize(("name", "half"), [(None, torch.bfloat16), (NAMES[1], torch.float16)])
-def test_autocast_gives_what_it_gives_with_sdpa(name, half):
-    """Rotated queries and keys come in float32, values in half precision, and prefix and tree are merged."""
-    query, key, value = tensors()
-    value = value.to(half)
-    mask = torch.ones(3, 7, dtype=torch.bool).tril(4)
-    context = TreeContext(SeqLens([4, 4]), torch.arange(4, 7).repeat(2, 1), mask[None, :, 4:].expand(2, -1, -1))
-    with torch.autocast("cpu", dtype=half):
-        expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
-        for options in ({}, {"tree": context}):
-            out, _ = attention_forward(Layer(layer_idx=0), query, key, value, None, backend_name=name, **options)
-            assert out.dtype == half and torch.is_autocast_enabled("cpu")
-            # both add up in float32 and round the result, which is below 2
-            torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0.0, atol=2 * torch.finfo(half).eps)
-
-
-@pytest.mark.parametrize("nodes", [1, 3, 7])
-def test_attention_that_is_not_causal(nodes):
+def test_attention_that_is_not_causal():
     """Also in training, by an argument or an attribute of the layer."""
-    query, key, value = tensors(nodes=nodes)
+    query, key, value = tensors()
     every = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True).transpose(1, 2)
     for layer, options in ((Layer(), {"is_causal": False}), (Layer(is_causal=False), {})):
         torch.testing.assert_close(attention_forward(layer, query, key, value, None, **options)[0], every)
@@ -230,16 +172,3 @@ def test_what_would_be_computed_wrongly_is_refused(name):
     with pytest.raises(ValueError, match=f"does not support {name}: .*eager"):
         attention_forward(Layer(), *tensors(), None, **{name: torch.zeros(1)})
     attention_forward(Layer(), *tensors(), None, **{name: None}, position_ids=torch.zeros(1), use_cache=True)
-
-
-def test_registering_adds_its_names_and_changes_nothing_else():
-    for interface in (AttentionInterface, AttentionMaskInterface):
-        before = dict(interface._global_mapping)
-        register()
-        after = interface._global_mapping
-        assert set(before) == set(after)
-        # those for targets that other threads use meanwhile are registered when they are needed
-        names = {name for name in after if "longspec" in name and "beside" not in name}
-        assert names == {*NAMES, "hf_longspec_fa", "hf_longspec_triton", "hf_longspec_reference"}
-        assert all(after[name] is before[name] for name in after if "longspec" not in name)
-        assert not any(word in name for name in names for word in ("flash", "sdpa", "/", "|"))

@@ -1,4 +1,4 @@
-"""Every backend against the reference in float64: over a prefix, a tree, both at once, selected keys, whole texts.
+"""Every backend against the reference in float64: over a prefix, a tree, both at once, whole texts.
 
 Torch runs in small blocks, once as on CUDA, once part by part; flash-attn is a stand-in; Triton's kernels run in small
 tiles, interpreted where there is no GPU, and in memory that is NaN at first.
@@ -22,7 +22,6 @@ from tests.attention_backends.oracle import (
     plain_attention,
     prefix_case,
     random_tree,
-    sparse_case,
     tensors,
     tree_case,
 )
@@ -127,16 +126,18 @@ def test_tree_with_an_additive_mask(prepared, name, heads, softcap, dtype):
     assert_within_budget(attend(prepared, name, "tree", (query, key, value, bias), options), exact, plain)
 
 
-@pytest.mark.parametrize(
-    ("name", "groups", "counts", "per_head", "softcap"),
-    pairwise(["torch", "triton"], (1, 3), ((13,), (5, 0), (13, 2, 4)), (True, False), SOFTCAPS),
-)
-def test_sparse(prepared, name, groups, counts, per_head, softcap):
-    """Slots that are not chosen, or lie after a count, hold NaN."""
-    inputs, options, exact, plain = sparse_case(counts, groups, 3, (40, 24), FLOAT32, 13, 2, softcap, per_head)
-    if name != "triton":
-        inputs = tuple(x.nan_to_num() for x in inputs)
-    assert_within_budget(attend(prepared, name, "sparse", inputs, options), exact, plain)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_chosen_slots(heads):
+    """Of every key head, or of all heads together, up to the count of a row."""
+    query, key, value = tensors(2, 2, 3, 5, 40, 16, FLOAT32)
+    order = torch.rand(2, heads, 40, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    out, _ = TORCH_BACKEND.sparse_attention(query, key, value, order[..., :13], torch.tensor([5, 13]), scaling=0.25)
+    for row, count in enumerate((5, 13)):
+        for head in range(6):
+            slots = order[row, head // 3 % heads, :count]
+            scores = query[row, head].double() @ key[row, head // 3, slots].double().T * 0.25
+            expected = scores.softmax(-1) @ value[row, head // 3, slots].double()
+            torch.testing.assert_close(out[row, head].double(), expected, rtol=0, atol=1e-5)
 
 
 HYBRID_LENGTHS = ((0,), (90,), (50, 50), (0, 90, 33), (64, 130))

@@ -12,9 +12,8 @@ from hf_longspec.attention_backends.registry import (
     register_backend,
     select,
 )
-from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from tests.attention_backends.oracle import relative_error
-from tests.attention_backends.reference import REFERENCE_BACKEND, tree_attention
+from tests.attention_backends.reference import tree_attention
 
 CALL = AttentionCall(torch.device("cpu"), torch.bfloat16, 96, 96)
 
@@ -71,15 +70,6 @@ def test_unknown_and_duplicate_names(shelf):
         select(CALL, "quick")
     with pytest.raises(ValueError, match="named 'fast' exists already"):
         register_backend(backend("fast"))
-
-
-def test_the_reference_runs_only_by_name():
-    assert select(CALL) is TORCH_BACKEND
-    assert select(CALL, "hf_longspec_reference") is REFERENCE_BACKEND
-    with pytest.raises(
-        ValueError, match=r"hf_longspec_torch: dtype is torch\.float8_e5m2, expected one of torch\.float16"
-    ):
-        select(CALL._replace(dtype=torch.float8_e5m2))
 
 
 def parts_of(cuts, dtype=torch.float64, keys=12):

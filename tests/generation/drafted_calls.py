@@ -105,3 +105,24 @@ def check_a_returned_cache(model, kind):
         model.generate(**more, assistant_model=draft, **{CACHE_NAME: cache}, logits_processor=processors)
     for continued in ({"assistant_model": draft, CACHE_NAME: cache}, {CACHE_NAME: kept}):
         assert generated(model, **more, **continued).tolist() == whole.tolist()
+
+
+def after_an_error(model, draft, inputs, whole, cache, error):
+    """Return the text after a call that ends in the middle of `whole`, which a second call continues on its cache.
+
+    Ctrl-C keeps the text so far and its states, and an error the states before the call.
+    """
+
+    def is_armed():
+        return bool(draft.last_speculation and draft.last_speculation.num_emitted_tokens > 4)
+
+    text, call = inputs["input_ids"], {"assistant_model": draft, CACHE_NAME: cache}
+    with pytest.raises(error):
+        generated(model, **inputs, **call, logits_processor=[Bomb(error=error, armed=is_armed).processor()])
+    if error is KeyboardInterrupt:
+        text = draft.last_speculation.partial_sequences
+        assert inputs["input_ids"].shape[1] + 4 < text.shape[1] < whole.shape[1]
+    assert cache.get_seq_length() == (text.shape[1] - 1 if error is KeyboardInterrupt else 0)
+    draft.hints = whole[:, text.shape[1] :].tolist()
+    more = {"input_ids": text, "attention_mask": torch.ones_like(text)}
+    return generated(model, **inputs | more | {"max_new_tokens": whole.shape[1] - text.shape[1]}, **call)

@@ -1,4 +1,4 @@
-"""The preallocated cache: alone against a list of lists, and as the memory of a conversation of several turns."""
+"""The preallocated cache: alone, and as the memory of a conversation of several turns."""
 
 import copy
 import warnings
@@ -14,46 +14,9 @@ from tests.tiny_targets import WINDOW, tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
-HEADS, KEY_SIZE, VALUE_SIZE, LAYERS = 2, 3, 5, 3  # keys and values of different width, as in MLA
-
 
 def make_cache(batch_size=2, max_length=12, tree_slots=5):
-    config = tiny_target("llama", num_hidden_layers=LAYERS).config
-    return SpeculativeCache(config, batch_size, max_length, tree_slots=tree_slots)
-
-
-class Ledger:
-    """Writes numbered tokens into a cache; what every slot must hold is kept as lists of numbers."""
-
-    def __init__(self, cache):
-        self.cache = cache
-        self.rows = [[] for _ in range(cache.batch_size)]
-        self.next = 1
-
-    def write(self, count):
-        numbers = torch.arange(self.next, self.next + count * self.cache.batch_size).view(-1, count)
-        self.next += numbers.numel()
-        for layer in range(LAYERS):
-            keys, values = (
-                numbers[:, None, :, None].float().expand(-1, HEADS, -1, size) + 1000 * layer
-                for size in (KEY_SIZE, VALUE_SIZE)
-            )
-            self.seen = self.cache.update(keys, -values, layer)
-        return numbers.tolist()
-
-    def grow(self, count):
-        """Write as plain generation does: every row keeps all."""
-        for row, new in zip(self.rows, self.write(count), strict=True):
-            row += new
-
-    def check(self):
-        """Every committed slot of every layer and head, by a loop."""
-        for layer, stored in enumerate(self.cache.layers):
-            for row, numbers in enumerate(self.rows):
-                for slot, number in enumerate(numbers):
-                    expected = number + 1000 * layer
-                    assert stored.keys[row, :, slot].eq(expected).all()
-                    assert stored.values[row, :, slot].eq(-expected).all()
+    return SpeculativeCache(tiny_target("llama").config, batch_size, max_length, tree_slots=tree_slots)
 
 
 @pytest.mark.parametrize("lengths", [[4, 4], [4, 2]])
@@ -61,7 +24,7 @@ def test_buffers_become_as_wide_as_what_is_written(lengths):
     """As concatenation does: what autocast stored in half precision stays, and new entries keep all of theirs."""
     cache, half = make_cache(), torch.bfloat16
     made = torch.Generator().manual_seed(0)
-    first, more, narrow = (torch.randn(2, HEADS, 4, 3, generator=made) for _ in range(3))
+    first, more, narrow = (torch.randn(2, 2, 4, 3, generator=made) for _ in range(3))
     cache.update(first, first.to(half), 0)
     cache.set_lengths(lengths)
     cache.stage(4)
@@ -78,74 +41,25 @@ def test_buffers_become_as_wide_as_what_is_written(lengths):
     assert cache.layout != layout and cache.layout == (layout[0] + 1,)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "path", "kept"),
-    [
-        ([6, 6], [[0, 2, 4], [0, 1, 3]], [3, 3]),
-        ([0, 5], [[0, 3, 4], [0, 2, 2]], [3, 2]),
-        ([6, 2], [[0, 4, 4], [0, 0, 0]], [2, 0]),  # a row that is done keeps nothing
-        ([6, 2], None, [5, 1]),  # a chain moves nothing
-    ],
-)
-def test_commit_keeps_the_path_directly_after_the_prefix(lengths, path, kept):
-    ledger = Ledger(make_cache())
-    for row, (numbers, length) in enumerate(zip(ledger.write(6), lengths, strict=True)):
-        ledger.rows[row] = numbers[:length]
-    ledger.cache.set_lengths(lengths)
-    ledger.cache.stage(5)
-    staged = ledger.write(5)
-    keys, _ = ledger.seen
-    assert keys.shape[2] == max(lengths) + 5
-    for row, length in enumerate(lengths):
-        assert keys[row, 0, length : length + 5, 0].sub(1000 * (LAYERS - 1)).tolist() == staged[row]
-    for row, count in enumerate(kept):
-        nodes = range(5) if path is None else path[row]
-        ledger.rows[row] += [staged[row][node] for node in list(nodes)[:count]]
-    ledger.cache.commit(None if path is None else torch.tensor(path), kept)
-    assert ledger.cache.lengths.host == tuple(map(len, ledger.rows))
-    ledger.check()
-    if len(set(map(len, ledger.rows))) == 1:  # rows of one length can go on plainly
-        ledger.grow(2)
-        assert ledger.cache.get_seq_length() == len(ledger.rows[0])
-        ledger.check()
-
-
-def test_crop_reset_reorder_and_copy():
-    ledger = Ledger(make_cache())
-    ledger.grow(7)
-    ledger.cache.set_lengths([7, 7])
-    other = copy.deepcopy(ledger.cache)
-    ledger.cache.crop(-3)
-    ledger.rows = [row[:4] for row in ledger.rows]
-    assert ledger.cache.lengths.host == (4, 4) and ledger.cache.get_seq_length() == 4
-    assert other.lengths.host == (7, 7) and other.layers[0].rows is other.layers[1].rows is other.rows
-    ledger.cache.reorder_cache(torch.tensor([1, 0]))
-    ledger.rows.reverse()
-    ledger.check()
-    with pytest.raises(ValueError, match=r"crop\(2\)"):
-        ledger.cache.crop(2)
-    size = ledger.cache.nbytes
-    ledger.cache.reset()
-    assert ledger.cache.get_seq_length() == 0 and ledger.cache.nbytes == size
-
-
 def test_too_much_is_refused_before_anything_is_written():
     for sizes in ((0, 5, 5), (1, 0, 5), (1, 5, 0)):
         with pytest.raises(ValueError, match="each must be at least 1"):
             make_cache(*sizes)
-    ledger = Ledger(make_cache(max_length=6, tree_slots=4))
-    with pytest.raises(ValueError, match=r"5 nodes .* tree_slots=4"):
-        ledger.cache.stage(5)
-    with pytest.raises(ValueError, match=r"batch_size=2.* 3 rows"):
-        ledger.cache.update(*torch.zeros(2, 3, HEADS, 1, KEY_SIZE), 0)
-    ledger.write(10)
-    ledger.cache.set_lengths([10, 3])
+    cache, token = make_cache(max_length=6, tree_slots=4), torch.zeros(3, 2, 1, 8)
+    for refused, message in (
+        (lambda: cache.stage(5), r"5 nodes .* tree_slots=4"),
+        (lambda: cache.update(token, token, 0), r"batch_size=2.* 3 rows"),
+        (lambda: cache.set_lengths([1, 2, 3]), r"3 lengths .* 2 rows"),
+        (lambda: cache.crop(2), r"crop\(2\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refused()
+    cache.update(*torch.zeros(2, 2, 2, 10, 8), 0)
+    cache.set_lengths([10, 3])
     with pytest.raises(ValueError, match=r"\(10, 3\)"):
-        ledger.write(1)
+        cache.update(token[:2], token[:2], 0)
     with pytest.raises(ValueError, match=r"1 nodes .* 10 "):
-        ledger.cache.stage(1)
-    with pytest.raises(ValueError, match=r"3 lengths .* 2 rows"):
-        ledger.cache.set_lengths([1, 2, 3])
+        cache.stage(1)
 
 
 def test_plain_generate_with_our_cache(plain_run):
@@ -323,10 +237,3 @@ class TestRefusedCaches:
             run.again(run.draft("tree"), **{CACHE_NAME: cache})
         assert (run.model.config._attn_implementation, run.model.generation_config.to_dict()) == before
         assert cache.get_seq_length() == length
-
-    def test_ways_that_are_the_same_with_a_draft(self, plain_run):
-        run = plain_run("llama", (9,), max_new_tokens=5)
-        for name in ("static", "dynamic"):
-            out = run.again(run.draft("tree"), cache_implementation=name, return_dict_in_generate=True)
-            assert out.sequences.tolist() == run.sequences.tolist()
-            assert isinstance(out.past_key_values, SpeculativeCache)

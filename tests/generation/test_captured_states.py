@@ -1,23 +1,23 @@
-"""Targets with recurrent states in captured steps, on a simulated CUDA device: the text of `generate`, and launches."""
+"""Captured steps of targets with recurrent states, and of those verified by a mask, on a simulated CUDA device."""
 
 import copy
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
-import torch
 from transformers import CONFIG_MAPPING, DynamicCache
 
 from hf_longspec import AssistantDraftModel, MtpDraftModel, PlainDraftModel
-from hf_longspec.generation.cache import CACHE_NAME
+from hf_longspec.generation.special_cases import masked
 from hf_longspec.generation.target import TargetView
-from tests.generation.drafted_calls import drafted, generated
+from tests.generation.drafted_calls import after_an_error, drafted, generated
+from tests.generation.test_masked import TYPES as ALL_MASKED
 from tests.generation.test_recurrent_states import OTHERS, SEEDS, TYPES
 from tests.house import hybrid_target
-from tests.pairwise import few, pairwise, soaked
+from tests.pairwise import pairwise, soaked
 from tests.robustness.drafts import make_draft
 from tests.robustness.enumeration import build, with_capturable_experts
 from tests.tiny_targets import tiny_prompts
-from tests.user_objects import Bomb
 
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 
@@ -26,22 +26,24 @@ from tests.generation.test_on_simulated_cuda import FIRST, MOST_LAUNCHES, simula
 NEW = 9
 ONE, RAGGED = (21,), (14, 3, 9)
 WAYS = (True, False), (ONE, RAGGED)
-# One case of each type; all others are soaked.
-CASES = [(name, place % 2 == 0, WAYS[1][place // 2 % 2]) for place, name in enumerate(TYPES)]
-OTHER_CASES = [case for case in pairwise(TYPES, *WAYS) if case not in CASES]
-OTHER_CASES += pairwise([name for name in OTHERS if name in CONFIG_MAPPING and name != "qwen3_5_moe"], *WAYS)
+# Falcon copies an index from the host in every layer.
+MASKED_TYPES = tuple(name for name in ALL_MASKED if name != "falcon")
+# Two types with states, and one case for each kind of mask; all others are soaked.
+CASES = [(TYPES[0], True, ONE), (TYPES[-1], False, ONE), ("deepseek_v32", True, RAGGED)]
+CASES += [("gpt_neox_japanese", False, RAGGED)]
+ALL_TYPES = (*TYPES, *(name for name in OTHERS if name in CONFIG_MAPPING and name != "qwen3_5_moe"), *MASKED_TYPES)
+OTHER_CASES = [case for case in pairwise(ALL_TYPES, *WAYS) if case not in CASES]
 
 
 @pytest.fixture(scope="module")
 def made():
-    models = {}
+    return cache(lambda name, **settings: with_capturable_experts(build(name, SEEDS.get(name, 0), **settings)))
 
-    def make(name):
-        if name not in models:
-            models[name] = with_capturable_experts(build(name, SEEDS.get(name, 0)))
-        return models[name]
 
-    return make
+@pytest.fixture(autouse=True)
+def masks_of_any_size(monkeypatch):
+    """The weights of tiny models have few bytes."""
+    monkeypatch.setattr(masked, "MOST_OF_MASK", 1.0)
 
 
 def inputs_of(lengths, vocab_size=127, **options):
@@ -92,18 +94,60 @@ def check_iterations(model, draft, lengths, monkeypatch):
         assert max(one.launches for one in steady) <= MOST_LAUNCHES
 
 
-@pytest.mark.parametrize(("name", "chain", "lengths"), [*few(CASES, 2), *soaked(OTHER_CASES)], ids=str)
-def test_text_of_rows_that_accept_different_numbers(made, name, chain, lengths):
-    model = made(name)
-    text = generated(model, **inputs_of(lengths))
+def stock_text(model, lengths):
+    """That of the device if an indexer chooses, as `topk` takes the first of equal scores there."""
+    config = model.config.get_text_config()
+    if getattr(config, "index_topk", NEW + max(lengths)) >= NEW + max(lengths):
+        return generated(model, **inputs_of(lengths))
+    with on_device(model) as (cuda, placed):
+        inputs = {name: cuda.place(value) for name, value in inputs_of(lengths).items()}
+        return cuda.fetch(generated(placed, **inputs))
+
+
+def check_text(model, chain, lengths):
+    text = stock_text(model, lengths)
     draft = drafted(model, chain, text, max(lengths))
-    stats = check(model, draft, lengths)
+    stats = check(model, draft, lengths, text=text)
     assert 1 < stats.num_emitted_tokens / stats.num_spec_steps < draft.num_nodes
 
 
-def test_iterations(made, monkeypatch):
-    model = made("qwen3_5_text")
-    check_iterations(model, make_draft("tokenswift", model), RAGGED, monkeypatch)
+@pytest.mark.parametrize(("name", "chain", "lengths"), [*CASES, *soaked(OTHER_CASES)], ids=str)
+def test_text_of_rows_that_accept_different_numbers(made, name, chain, lengths):
+    assert (TargetView(made(name)).mode is masked.MASKED) == (name in MASKED_TYPES)
+    check_text(made(name), chain, lengths)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "lengths"),
+    [
+        pytest.param("deepseek_v32", {"index_topk": 18}, RAGGED, marks=pytest.mark.soak),
+        ("llama4_text", {"floor_scale": 16}, ONE),
+    ],
+    ids=str,
+)
+def test_choices_in_the_middle_of_a_text_and_positions_that_layers_count(made, name, more, lengths):
+    model = made(name, **more)
+    model.set_attn_implementation("eager")
+    check_text(model, False, lengths)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "gpt_neox_japanese"])
+def test_iterations(made, name, monkeypatch):
+    check_iterations(made(name), make_draft("tokenswift", made(name)), RAGGED, monkeypatch)
+
+
+def test_a_mask_that_is_a_large_part_of_a_step_is_not_captured(made, monkeypatch, caplog):
+    monkeypatch.setattr(masked, "MOST_OF_MASK", 0.001)
+    model, inputs = made("gpt_neox_japanese"), inputs_of(ONE)
+    text = generated(model, **inputs)
+    draft = drafted(model, False, text, max(ONE))
+    with on_device(model, draft) as (cuda, placed):
+        placed_inputs = {name: cuda.place(value) for name, value in inputs.items()}
+        found = generated(placed, **placed_inputs, assistant_model=draft)
+        assert cuda.fetch(found).tolist() == text.tolist() and not cuda.replays
+    slots = max(ONE) + NEW + draft.num_nodes
+    reason = f"its mask of {draft.num_nodes} nodes and {slots} slots takes over 0% of the bytes of the step"
+    assert caplog.text.count("could not be captured") == 1 and reason in caplog.text
 
 
 def test_the_target_drafts_for_itself_on_copies_of_its_states(made):
@@ -137,25 +181,12 @@ def test_mtp_layers_of_a_hybrid_target():
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, pytest.param(RuntimeError, marks=pytest.mark.soak)])
 def test_a_call_that_ends_in_the_middle_leaves_a_cache_that_continues(made, error):
-    """Ctrl-C keeps the text so far and its states, and an error the states before the call."""
     model, inputs = made("qwen3_5_text"), inputs_of(ONE)
     whole = generated(model, **inputs)
     draft = drafted(model, False, whole, 21)
     with on_device(model, draft) as (cuda, placed):
         inputs, cache = {name: cuda.place(value) for name, value in inputs.items()}, DynamicCache(config=model.config)
-        bomb = Bomb(
-            error=error, armed=lambda: bool(draft.last_speculation and draft.last_speculation.num_emitted_tokens > 4)
-        )
-        with pytest.raises(error):
-            generated(
-                placed, **inputs, assistant_model=draft, **{CACHE_NAME: cache}, logits_processor=[bomb.processor()]
-            )
-        text = draft.last_speculation.partial_sequences if error is KeyboardInterrupt else inputs["input_ids"]
-        assert cache.get_seq_length() == (text.shape[1] - 1 if error is KeyboardInterrupt else 0)
-        draft.hints = whole[:, text.shape[1] :].tolist()
-        more = inputs | {"input_ids": text, "attention_mask": torch.ones_like(text)}
-        more["max_new_tokens"] = whole.shape[1] - text.shape[1]
-        found = generated(placed, **more, assistant_model=draft, **{CACHE_NAME: cache})
+        found = after_an_error(placed, draft, inputs, whole, cache, error)
         assert cuda.replays and cuda.fetch(found).tolist() == whole.tolist()
 
 

@@ -69,13 +69,7 @@ def compare_verifications(model, sequence, nodes, limit=None):
     assert compiled._FAILED not in compiled._compiled[model].values()
 
 
-@pytest.mark.parametrize(
-    ("name", "nodes"),
-    [
-        ("mistral", 4),
-        *soaked([("gemma2", 4), ("gemma3", 1), ("gemma3", 4)]),
-    ],
-)
+@pytest.mark.parametrize(("name", "nodes"), [("mistral", 4), *soaked([("gemma2", 4), ("gemma3", 1), ("gemma3", 4)])])
 def test_rows_of_any_lengths_share_one_graph(name, nodes, graphs, no_masks):
     """Covers full attention, softcaps, windows shorter and longer than the rows, and positions that are clamped."""
     model = small(name)

@@ -122,7 +122,7 @@ def test_the_gate_does_not_count_captures(pair):
 
 
 class TestState:
-    """Its use is shown by test_on_simulated_cuda.py, where kernels of a target are replaced between two calls."""
+    """Beside the structure of a model (test_structure.py). Its use is shown by test_on_simulated_cuda.py."""
 
     @pytest.fixture
     def model(self):
@@ -139,11 +139,7 @@ class TestState:
         [
             lambda model: model.train(),
             lambda model: setattr(model.config, "hidden_act", "gelu"),
-            lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.Tanh()),
-            lambda model: setattr(model.model.layers[1], "active_adapters", ["b"]),
-            lambda model: setattr(model.model.layers[1], "scaling", {"a": 2.0}),
             lambda model: model.model.register_forward_pre_hook(print),
-            lambda model: setattr(model.model.norm, "forward", print),
             lambda model: setattr(model.model.norm, "weight", torch.nn.Parameter(model.model.norm.weight.clone())),
         ],
     )

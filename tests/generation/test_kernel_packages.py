@@ -9,15 +9,7 @@ import torch
 
 from hf_longspec.generation.special_cases.recurrences import limits_steps, mixers
 from hf_longspec.generation.target import TargetView
-from tests.generation.drafted_calls import (
-    ONE,
-    RAGGED,
-    arguments,
-    check_a_commit,
-    check_a_returned_cache,
-    drafted,
-    generated,
-)
+from tests.generation.drafted_calls import ONE, RAGGED, arguments, check_a_commit, drafted, generated
 from tests.generation.test_recurrent_states import SEEDS, SOAKED, TYPES
 from tests.kernel_packages import CALLS, with_packages
 from tests.pairwise import few, pairwise
@@ -73,22 +65,6 @@ def test_text_is_that_of_generate_with_the_same_packages(made, name, chain, leng
 def test_states_after_a_commit_are_those_of_their_single_steps(made, name):
     with with_packages(made(name)) as model:
         check_a_commit(model)
-
-
-@pytest.mark.parametrize(("name", "kind"), [("granitemoehybrid", "dynamic"), ("kimi_linear", "speculative")])
-def test_a_returned_cache_continues(made, name, kind):
-    with with_packages(made(name)) as model:
-        check_a_returned_cache(model, kind)
-
-
-@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "jamba"])
-def test_half_precision_is_no_reason_to_refuse(made, name):
-    """Rounding differs between kernels and closed forms; texts may, too."""
-    with with_packages(copy.deepcopy(made(name)).to(torch.bfloat16)) as model:
-        draft = drafted(model, False, torch.zeros(3, 80, dtype=torch.long), 40)
-        for one in (None, draft):
-            generated(model, **arguments(RAGGED, do_sample=False), assistant_model=one)
-        assert len(TargetView(model).known.checked) == 1
 
 
 def transposed(function, *args, **options):

@@ -6,12 +6,10 @@ import pytest
 import torch
 from transformers import LogitsProcessor, WatermarkingConfig
 from transformers.generation import logits_process
-from transformers.generation.logits_process import (
-    PrefixConstrainedLogitsProcessor,
-    TemperatureLogitsWarper,
-)
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel
+from hf_longspec.generation.sampling import HISTORY_FREE
 from hf_longspec.generation.special_cases.processors import STATELESS, is_known
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.test_contract import FEW_TOKENS, VARIANTS, draft_of
@@ -214,8 +212,23 @@ def test_what_is_known(monkeypatch):
     assert not is_known(TemperatureLogitsWarper(0.7))
 
 
+def test_a_processor_that_says_it_has_no_history_runs_once_per_step(plain_run):
+    class Shift(Budget):
+        history_free = True
+
+        def __call__(self, input_ids, scores):
+            self.calls += 1
+            return scores + torch.arange(scores.shape[1]) % 3
+
+    processor = Shift()
+    run = plain_run("llama", LENGTHS, max_new_tokens=10, logits_processor=[processor])
+    processor.calls, draft = 0, run.draft("tree")
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert processor.calls == draft.last_speculation.num_forwards + 1  # and once for the prompt
+
+
 def test_processors_that_generate_makes_are_known(target):
-    assert all(hasattr(logits_process, name) for name in STATELESS)
+    assert all(hasattr(logits_process, name) for name in (*STATELESS, *HISTORY_FREE - {"TopHLogitsWarper"}))
     options = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.9, "top_h": 0.5}
     options |= {"epsilon_cutoff": 0.01, "eta_cutoff": 0.01, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3}
     options |= {"encoder_repetition_penalty": 1.1, "encoder_no_repeat_ngram_size": 3, "bad_words_ids": [[5], [6, 7]]}

@@ -1,7 +1,6 @@
 """Targets with recurrent and convolution states: the text of `generate`, and the states of single steps."""
 
 import copy
-import itertools
 from functools import cache
 
 import pytest
@@ -14,7 +13,6 @@ from hf_longspec import AssistantDraftModel, NgramDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.drafter import Binding
-from hf_longspec.generation.special_cases.masked import PlainForwards
 from hf_longspec.generation.special_cases.recurrences import RECURRENCES, _functions, recurrences_replaced
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.assistant.generation_assistant import CATCH_UP, AssistantDrafter
@@ -23,6 +21,7 @@ from tests.generation.drafted_calls import (
     NEW,
     ONE,
     RAGGED,
+    after_an_error,
     arguments,
     check_a_commit,
     check_a_returned_cache,
@@ -33,7 +32,7 @@ from tests.generation.drafted_calls import (
 from tests.pairwise import few, pairwise, soaked
 from tests.robustness.drafts import make_draft
 from tests.robustness.enumeration import build
-from tests.user_objects import Bomb
+from tests.watching import after
 
 # Whether the chunks of a prompt leave out what a cache holds in stock; the text is wrong otherwise.
 LEAVES_OUT_HELD_TOKENS = Version(transformers.__version__) >= Version("5.23")
@@ -71,20 +70,14 @@ def test_text_of_rows_that_accept_different_numbers(made, name, chain, lengths, 
 
 @pytest.mark.parametrize(
     ("name", "lengths", "chunk", "more"),
-    few(
-        [
-            # The first token has no state; one of the next six is left before the seeding chain.
-            ("bamba", (1,), None, 5),
-            ("falcon_h1", (2,), None, 0),
-            ("granitemoehybrid", (22,), 16, 5),  # likewise one after a chunk
-            ("nemotron_h", (17,), 16, 16),  # stock's last chunk has one token
-            ("bamba", (19,), 2, 0),
-            ("falcon_h1", (18,), 1, 3),
-            ("nemotron_h", (70, 2, 33), None, 5),  # one after a chain of 64
-            ("granitemoehybrid", (70, 2, 33), 3, 1),
-        ],
-        4,
-    ),
+    [
+        # The first token has no state; one of the next six is left before the seeding chain.
+        ("bamba", (1,), None, 5),
+        ("granitemoehybrid", (22,), 16, 5),  # likewise one after a chunk
+        ("nemotron_h", (17,), 16, 16),  # stock's last chunk has one token
+        ("falcon_h1", (18,), 1, 3),
+        ("nemotron_h", (70, 2, 33), None, 5),  # one after a chain of 64
+    ],
     ids=str,
 )
 def test_steps_of_mamba2_are_limited_in_forwards_of_several_tokens(made, name, lengths, chunk, more):
@@ -124,18 +117,6 @@ def test_prompts_of_different_lengths_run_in_the_same_forwards(made, name, lengt
     check_text(made(name), lengths, prefill_chunk_size=chunk)
 
 
-def test_which_tokens_plain_generate_runs_alone():
-    """Against the split of the prompts, by rows with padding of 0, 1 and 4."""
-    lags = (0, 1, 4)
-    for stored, new, chunk in itertools.product((0, 5), (1, 2, 3, 7), (1, 2, 3, 7)):
-        width = stored + new
-        sizes = [1] * stored + [len(part) for part in torch.arange(new).split(chunk) for _ in part] + [1] * 3
-        are_steps = [size == 1 and column > 0 for column, size in enumerate(sizes)]
-        plain = PlainForwards(lags, stored, width, chunk)
-        places = torch.arange(width + 3) - torch.tensor(lags)[:, None]
-        assert plain.are_steps(places).tolist() == [are_steps] * len(lags)
-
-
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2_moe"])
 def test_chunks_of_one_token_and_padding(made, name):
     """Stock masks no padding in a forward of one token, so it decodes alone."""
@@ -147,22 +128,6 @@ def test_chunks_of_one_token_and_padding(made, name):
     text = generated(model, **inputs)
     assert generated(model, **inputs, assistant_model=draft).equal(text)
     assert not text.equal(generated(model, **inputs | {"prefill_chunk_size": None}))
-
-
-def test_rows_that_ended_continue_after_padding_as_in_stock(made):
-    """Under a mask that takes the padding for text: stock ran it one token at a time, and a draft never."""
-    model = made("bamba", **LIMITED["bamba"])
-    inputs = arguments((23, 40), do_sample=False)
-    whole = generated(model, **inputs)
-    inputs["eos_token_id"] = int(whole[0, 45])
-    stock, own = DynamicCache(config=model.config), SpeculativeCache(model.config, 2, 160)
-    draft = drafted(model, True, whole, 40)
-    for _ in range(2):
-        text = generated(model, **inputs, **{CACHE_NAME: stock})
-        assert generated(model, **inputs, assistant_model=draft, **{CACHE_NAME: own}).equal(text)
-        more = torch.cat([text, text[:, 20:25]], 1)
-        mask = torch.cat([inputs["attention_mask"], torch.ones_like(more[:, 40:])], 1)
-        inputs |= {"input_ids": more, "attention_mask": mask, "eos_token_id": None}
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -197,25 +162,11 @@ def test_a_returned_cache_continues(made, name, kind):
     ),
 )
 def test_a_call_that_ends_in_the_middle_leaves_a_cache_that_continues(made, name, error, kind):
-    """Ctrl-C keeps the text so far and its states, and an error the states before the call."""
     model, inputs = made(name), arguments((21,), do_sample=False)
     whole = generated(model, **inputs)
     draft = drafted(model, False, whole, 21)
     cache = DynamicCache(config=model.config) if kind == "dynamic" else SpeculativeCache(model.config, 1, 90)
-    bomb = Bomb(
-        error=error, armed=lambda: bool(draft.last_speculation and draft.last_speculation.num_emitted_tokens > 4)
-    )
-    with pytest.raises(error):
-        generated(model, **inputs, assistant_model=draft, **{CACHE_NAME: cache}, logits_processor=[bomb.processor()])
-    text = inputs["input_ids"]
-    if error is KeyboardInterrupt:
-        text = draft.last_speculation.partial_sequences
-        assert 25 < text.shape[1] < whole.shape[1]
-    assert cache.get_seq_length() == (text.shape[1] - 1 if error is KeyboardInterrupt else 0)
-    draft.hints = whole[:, text.shape[1] :].tolist()
-    more = inputs | {"input_ids": text, "attention_mask": torch.ones_like(text)}
-    more["max_new_tokens"] = whole.shape[1] - text.shape[1]
-    assert generated(model, **more, assistant_model=draft, **{CACHE_NAME: cache}).tolist() == whole.tolist()
+    assert after_an_error(model, draft, inputs, whole, cache, error).tolist() == whole.tolist()
 
 
 def test_the_functions_of_transformers_are_replaced_for_a_call_only(made):
@@ -268,14 +219,8 @@ def beam_of_plain_forwards(model, text, shape, mask_token):
 def test_a_hybrid_draft_model_proposes_its_own_text(made, name, settings, monkeypatch):
     """After every rejection and in rows of different lengths: its states are those of the committed text."""
     model, small, proposals = made(name), noisy(made(name)), []
-    propose = AssistantDrafter.propose
-
-    def noted(self, root):
-        tree = propose(self, root)
-        proposals.append((self.binding.cache.lengths.host, tree.tokens))
-        return tree
-
-    monkeypatch.setattr(AssistantDrafter, "propose", noted)
+    note = lambda tree, one, _: proposals.append((one.binding.cache.lengths.host, tree.tokens))  # noqa: E731
+    after(monkeypatch, AssistantDrafter, "propose", note)
     lengths, new = (14, 3, 21), 14
     inputs = arguments(lengths, do_sample=False, max_new_tokens=new)
     text = generated(model, **inputs)
@@ -317,10 +262,7 @@ def test_a_hybrid_draft_model_catches_up_after_plain_steps(made, settings):
         assert torch.equal(found.tokens, fresh.propose(roots + 2).tokens)
 
 
-@pytest.mark.parametrize(
-    "name",
-    few(["qwen3_5_text", "jamba", "granitemoehybrid", "falcon_h1"], 2),
-)
+@pytest.mark.parametrize("name", few(["qwen3_5_text", "jamba", "granitemoehybrid", "falcon_h1"], 2))
 def test_the_target_drafts_for_itself_on_copies_of_its_states(made, name):
     """With all entries it proposes the text of `generate`, and all is accepted; with few the text is the same."""
     model, lengths = made(name), (23, 3, 40)

@@ -1,7 +1,5 @@
 """Texts before, across and after a change of rotary frequencies; every text has a model of its own."""
 
-from functools import cache
-
 import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -49,11 +47,6 @@ def build(name, kind):
 
 def generate(model, lengths, draft=None, **options):
     return generate_text(model, draft, lengths, **({"max_new_tokens": NEW} | options)).tolist()
-
-
-@cache
-def plain(name, kind, lengths):
-    return generate(build(name, kind), lengths)
 
 
 def random_tree(model, text, width):
@@ -116,7 +109,7 @@ def test_drafts_that_use_the_rotary_embedding(part, draft):
 def test_the_longest_row_ends_before_the_others():
     """The frequencies of the rows that go on are still those of its positions."""
     lengths = (20, LIMIT + 1)
-    text = plain("llama", "longrope", lengths)
+    text = generate(build("llama", "longrope"), lengths)
     ended = text[1][max(lengths) + 2]
     model = build("llama", "longrope")
     expected = generate(build("llama", "longrope"), lengths, eos_token_id=ended)
@@ -124,14 +117,6 @@ def test_the_longest_row_ends_before_the_others():
     draft = random_tree(model, expected, max(lengths))
     assert generate(model, lengths, draft, eos_token_id=ended) == expected
     check_reason(draft.last_speculation, "drafted")
-
-
-def test_padding_in_every_row():
-    """Positions count tokens, while the length of a text counts the padding."""
-    for lengths, where in (((20, 24), "drafted"), ((24, 30), LIMIT), ((24, LIMIT + 1), "drafted")):
-        padded = zip(("input_ids", "attention_mask"), tiny_prompts(128, lengths), strict=True)
-        inputs = {key: torch.nn.functional.pad(value, (3, 0)) for key, value in padded}
-        check_reason(check("llama", "longrope", lengths, "ngram", **inputs), where)
 
 
 def test_a_prefill_in_chunks():

@@ -68,16 +68,14 @@ def test_other_assistants_take_the_stock_function_and_drafts_do_not(plain_run, m
     assert calls == [assistant, None] and draft.last_speculation.num_forwards > 0
 
 
-class TestCustomGenerate:
+def test_custom_generate_without_the_patch(plain_run):
     """The documented way for people who forbid patching."""
-
-    def test_the_text_is_the_same_without_the_patch(self, plain_run):
-        run = plain_run("gpt_oss", (33, 3, 13), max_new_tokens=8, repetition_penalty=1.2)
-        draft = run.draft("specattn")
-        route.uninstall()
-        out = run.model.generate(**run.inputs, custom_generate=draft.custom_generate, return_dict_in_generate=True)
-        assert out.sequences.tolist() == run.sequences.tolist()
-        assert out.speculation is draft.last_speculation and out.speculation.num_forwards > 0
+    run = plain_run("gpt_oss", (33, 3, 13), max_new_tokens=8, repetition_penalty=1.2)
+    draft = run.draft("specattn")
+    route.uninstall()
+    out = run.model.generate(**run.inputs, custom_generate=draft.custom_generate, return_dict_in_generate=True)
+    assert out.sequences.tolist() == run.sequences.tolist()
+    assert out.speculation is draft.last_speculation and out.speculation.num_forwards > 0
 
 
 def test_without_the_route_a_draft_is_refused(plain_run):

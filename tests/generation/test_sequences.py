@@ -21,32 +21,6 @@ def sequences(criteria=(), batch_size=2, max_length=9, streamer=None):
 
 
 class TestAlone:
-    def test_criteria_see_every_column_once_as_without_a_draft(self):
-        """When all growing rows have reached it. Rows that are ahead are cut, rows that have ended are padded."""
-        shown = []
-        criterion = Answer(lambda ids, scores: shown.append(ids.tolist()) or ids[:, -1] == 30)
-        rows = sequences([criterion, EosTokenCriteria(torch.tensor([7]))], batch_size=3, max_length=12)
-        first, second, third = rows.tokens[:, :4].tolist()
-        assert rows.append([[11, 12, 30, 13, 14], [21, 22], [31, 7]]) == [5, 2, 2]
-        assert rows.done == [False, False, True]
-        assert rows.append([[15, 7], [23], []]) == [0, 1, 0] and rows.done == [True, False, True]
-        assert rows.append([[], [24, 30, 25], []]) == [0, 2, 0] and rows.finished
-        pad = PAD_TOKEN_ID
-        whole = [[*first, 11, 12, 30, pad, pad], [*second, 21, 22, 23, 24, 30], [*third, 31, 7, pad, pad, pad]]
-        assert shown == [[row[:length] for row in whole] for length in range(5, 10)]
-        assert rows.output().tolist() == whole
-
-    def test_without_end_tokens_rows_end_together(self):
-        """Each row is stopped by a token of its own; the others grow on until the last one is stopped."""
-        of_rows = Answer(lambda ids, scores: ids[:, -1] == torch.tensor([30, 31]))
-        streamer = Recorder()
-        rows = sequences([of_rows], streamer=streamer)
-        assert rows.append([[11, 30, 12, 13], [14]]) == [4, 1] and rows.done == [False, False]
-        assert rows.append([[15], [31]]) == [0, 1] and rows.finished  # the first row is cut to the second one's length
-        assert rows.output()[:, 4:].tolist() == [[11, 30], [14, 31]]
-        rows.end()
-        assert streamer.puts == [[11, 14], [30, 31]]
-
     def test_a_token_that_cannot_be_drawn_is_an_error_when_the_text_needs_it(self):
         """Not after the end of a row, and not while a criterion may still end the row before."""
         eos, bad = EosTokenCriteria(torch.tensor([7])), -1

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, GPT2Config, GPT2LMHeadModel
+from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface
 
-from hf_longspec import LongSpecDraftModel
 from hf_longspec.generation import target_modules
 from hf_longspec.generation.special_cases.forward_check import is_quantized
 from hf_longspec.generation.target_modules import (
@@ -25,6 +24,7 @@ from hf_longspec.generation.target_modules import (
 )
 from tests.robustness.enumeration import build
 from tests.robustness.test_threads import in_threads
+from tests.rounding import rounding
 from tests.tiny_targets import TINY_TARGETS, tiny_prompts, tiny_target, unpacked
 
 ROTARY_TARGETS = [name for name in TINY_TARGETS if name != "deepseek_v3"]
@@ -86,11 +86,13 @@ def test_embedding_and_head(made, name):
 def test_a_part_of_the_head(made, name):
     """Heads with factors, softcap or bias; rows are not copied from a head with a forward of its own."""
     model, ids = made(name), torch.tensor([1, 5, 6, 20])
-    parts, hidden = TargetParts(model, 0), torch.randn(2, 3, model.config.hidden_size)
+    parts, made = TargetParts(model, 0), torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 3, model.config.hidden_size, generator=made)
     with torch.no_grad():
         copied = PartOfHead(parts, ids)
         assert copied.weight.shape[0] == 4
-        torch.testing.assert_close(copied(hidden), parts.head(hidden)[..., ids], **EQUAL)
+        expected = parts.head(hidden)[..., ids]
+        torch.testing.assert_close(copied(hidden), expected, **rounding(expected, layers=1))
         head = model.get_output_embeddings()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(head, "forward", lambda states: 2 * type(head).forward(head, states))
@@ -133,12 +135,6 @@ def test_queries_and_keys_are_rotated_as_in_every_layer(made, name, monkeypatch)
     rotary = parts.rotary(positions, unrotated[0][0])
     for with_rotation, without in zip(rotated[0], unrotated[0], strict=True):
         torch.testing.assert_close(parts.rotate_query(without, *rotary), with_rotation, **EQUAL)
-
-
-def test_a_target_without_rotary_embedding_is_refused():
-    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, bos_token_id=1, eos_token_id=2))
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel.* rotary"):
-        LongSpecDraftModel.from_target(model)
 
 
 def test_a_forward_of_another_thread_is_not_caught():
@@ -193,31 +189,26 @@ def test_what_is_caught_can_leave_a_graph(compiles, graphs):
     assert not target_modules._traced.caught and not target_modules._traced.wanted
 
 
-@pytest.mark.parametrize("name", ["stablelm", "nemotron"])
-class TestLayersThatKeepKeywords:
-    def seen(self, model, **keywords):
-        """The inputs of the attention layers of a forward."""
-        found = []
-        handles = [
-            module.register_forward_pre_hook(lambda _, args, kwargs: found.append(kwargs.get("tree")), with_kwargs=True)
-            for module in attention_layers(model).values()
-        ]
-        with torch.no_grad():
-            model(tiny_prompts(128, (5,))[0], use_cache=False, **keywords)
-        for handle in handles:
-            handle.remove()
-        return found
+def test_keywords_are_passed_on_to_attention_while_the_context_is_open():
+    model, context = build("stablelm"), object()
+    assert len(layers_dropping_keywords(model)) == model.config.num_hidden_layers
 
-    def test_keywords_are_passed_on_while_the_context_is_open(self, name):
-        model = build(name)
-        assert len(layers_dropping_keywords(model)) == model.config.num_hidden_layers
-        context = object()
-        assert set(self.seen(model, tree=context)) == {None}
-        hooks = {module: len(module._forward_pre_hooks) for module in model.modules()}
-        with keywords_forwarded(model):
-            assert set(self.seen(model, tree=context)) == {context}
-            assert set(self.seen(model)) == {None}  # nothing is left of the forward before
-        assert hooks == {module: len(module._forward_pre_hooks) for module in model.modules()}
+    def seen(**keywords):
+        """What the attention layers of a forward are given."""
+        found = []
+        with ExitStack() as hooks, torch.no_grad():
+            for module in attention_layers(model).values():
+                keep = lambda _, args, kwargs: found.append(kwargs.get("tree"))  # noqa: E731
+                hooks.enter_context(module.register_forward_pre_hook(keep, with_kwargs=True))
+            model(tiny_prompts(128, (5,))[0], use_cache=False, **keywords)
+        return set(found)
+
+    assert seen(tree=context) == {None}
+    hooks = {module: len(module._forward_pre_hooks) for module in model.modules()}
+    with keywords_forwarded(model):
+        assert seen(tree=context) == {context}
+        assert seen() == {None}  # nothing is left of the forward before
+    assert hooks == {module: len(module._forward_pre_hooks) for module in model.modules()}
 
 
 class Bytes(nn.Linear):
@@ -243,13 +234,7 @@ def of_a_class():
     return layer
 
 
-PACKED = {
-    "bytes": Bytes,
-    "words": Words,
-    "float8": lambda: nn.Linear(8, 8).to(torch.float8_e4m3fn).requires_grad_(False),
-    "tensors of a class": of_a_class,
-    "torch": lambda: torch.ao.nn.quantized.dynamic.Linear(8, 8),
-}
+PACKED = {"bytes": Bytes, "words": Words, "tensors of a class": of_a_class}
 
 
 @pytest.mark.parametrize("name", PACKED)

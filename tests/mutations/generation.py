@@ -16,7 +16,7 @@ ROWS = (
      "tests/generation/test_verification.py"),
     ("A refused token is replaced from the residual (p - q)+", "generation/verification.py",
      "residual = (last - _row(q, refused_node)).clamp_min(0)", "residual = last",
-     "tests/generation/test_verification_distribution.py"),
+     "tests/generation/test_distribution_of_texts.py::test_rejection_sampling"),
     ("Scores without a distribution are an error", "generation/verification.py",
      "return torch.where(best.isfinite(), token, -1)", "return token", "tests/generation/test_sampling.py"),
     ("The noise of a position is used once", "generation/sampling.py", "            del of_row[:count]\n",

@@ -49,7 +49,7 @@ ROWS = (
     ("A mask in a graph is that of the lengths of a step", "generation/special_cases/masked.py",
      "context.lengths.on(slots.device)[:, None]",
      "(context.lengths.longest + 0 * context.lengths.on(slots.device))[:, None]",
-     "tests/generation/test_captured_masks.py"),
+     "tests/generation/test_captured_states.py"),
     ("Step sizes of Mamba-2 are limited where plain generate limits them", "generation/special_cases/stock_forwards.py",
      "return is_alone & (columns > 0)", "return is_alone",
      "tests/generation/test_recurrent_states.py::test_steps_of_mamba2_are_limited_in_forwards_of_several_tokens"),

@@ -1,12 +1,9 @@
 """Parts of the random calls of fuzz.py: plain data, so that a failing call prints as what has to be typed."""
 
-from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from hf_longspec.attention_backends.scores import GRANULARITIES
@@ -29,62 +26,12 @@ class LastToken(StoppingCriteria):
         return (input_ids[:, -1] + input_ids[:, -2]) % self.divisor == self.remainder
 
 
-class AnyLastToken(LastToken):
-    """Ends all rows where one of them has such a token."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return bool(super().__call__(input_ids, scores, **kwargs).any())
-
-
 def allowed_tokens(vocab: int, divisor: int) -> Any:
     """A constraint that depends on the row, the length and the last token."""
 
     def allowed(row: int, ids: torch.Tensor) -> list[int]:
         return [token for token in range(vocab) if (token + row + len(ids) + int(ids[-1])) % divisor]
 
-    return allowed
-
-
-def with_a_look_at_the_end(model: Any) -> Any:
-    """A model with a hook that changes the last position of every forward alone."""
-
-    def push(module, args, output):
-        hidden = (output[0] if isinstance(output, tuple) else output).clone()
-        hidden[:, -1] += hidden[:, -1].roll(1, dims=-1)
-        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-    model.model.layers[0].register_forward_hook(push)
-    return model
-
-
-def with_adapters(model: Any) -> Any:
-    """A model with two random LoRA adapters, `default` and `other`."""
-    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = get_peft_model(model, config)
-        model.add_adapter("other", config)
-    return model.eval()
-
-
-def trie(vocab: int, seed: int, start: int, end: int) -> Any:
-    """A constraint of random words for each row, which knows of other texts only those that have ended.
-
-    It is declared to have no state for every other seed.
-    """
-
-    def allowed(row: int, ids: torch.Tensor) -> list[int]:
-        random = Random(100 * seed + row)
-        words = [[*random.choices(range(3, min(vocab, 8)), k=random.randint(1, 9)), end] for _ in range(6)]
-        text = ids[start:].tolist()
-        following = {word[len(text)] for word in words if len(word) > len(text) and word[: len(text)] == text}
-        if following:
-            return sorted(following)
-        length = text.index(end) + 1
-        assert text[:length] in words and not any(text[length:]), f"asked about {text}"
-        return [0]
-
-    allowed.stateless = seed % 2 == 0
     return allowed
 
 
@@ -124,9 +71,7 @@ SPARSE = BOTH_RULES | {
     "sparse_ratio": st.sampled_from([0.05, 0.5, 1.0]),
     "sparse_min_tokens": st.integers(1, 20),
 }
-EAGLE3 = {"tree_widths": WIDTHS, "window": st.sampled_from([None, "trained", 4, 9]), "sinks": st.integers(0, 4)}
 EAGLE3_FLAGS = ("own_embedding", "own_head", "norm_before_residual", "norm_output", "qk_norm", "attention_bias")
-EAGLE3_CHECKPOINTS = Path(__file__).parents[1] / "modeling" / "eagle3" / "fixtures"
 # Settings of each kind of draft that do not depend on one another.
 SETTINGS: dict[str, dict[str, st.SearchStrategy]] = {
     "tree": {
@@ -161,8 +106,8 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy]] = {
         "sinks": st.integers(0, 4),
         "prefill_chunk_size": st.sampled_from([3, 2048]),
     },
-    "eagle3": EAGLE3 | dict.fromkeys(EAGLE3_FLAGS, st.booleans()),
-    "fixture": EAGLE3,  # checkpoints of other projects
+    "eagle3": {"tree_widths": WIDTHS, "window": st.sampled_from([None, "trained", 4, 9]), "sinks": st.integers(0, 4)}
+    | dict.fromkeys(EAGLE3_FLAGS, st.booleans()),
 }
 # Those with more to vary are drawn more often.
 KINDS = (*SETTINGS, "tree", "eagle3", "assistant")
@@ -185,8 +130,6 @@ def drafts(draw, vocab: int) -> tuple[str, dict[str, Any]]:
         shapes = {"tree_widths": WIDTHS.filter(lambda widths: set(widths) != {1})}, {"num_assistant_tokens": NUMBERS}
         shape = draw(st.sampled_from((*shapes, shapes[1] | {"pard_token": st.just(vocab - 1)})))
         settings |= draw(st.fixed_dictionaries(shape))
-    if kind == "fixture":
-        settings["folder"] = draw(st.sampled_from(sorted(path.name for path in EAGLE3_CHECKPOINTS.iterdir())))
     if kind == "eagle3":
         count = settings["num_hidden_layers"] = draw(st.integers(1, 2))
         options = {"layer_windows": st.lists(st.integers(2, 9), min_size=count, max_size=count)}

@@ -1,14 +1,11 @@
 """Comparisons of a call of `generate` with the one without a draft: `start` columns of prompts, `expected` output."""
 
 import re
-import sys
-from functools import partial
 
 import torch
 
 from hf_longspec import audit
 from hf_longspec.generation.cache import CACHE_NAME
-from tests.robustness.test_threads import in_threads
 from tests.user_objects import Recorder
 
 WANTED = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -133,31 +130,6 @@ def check_two_turns(generate, target, model, draft, expected, mask, start, check
         draft.hints = []
     again = model.generate(text, **{CACHE_NAME: out.past_key_values}, assistant_model=second, **turn)
     check(expected, again, text.shape[1], turn["attention_mask"])
-
-
-def check_threads(generate, target, model, drafts, start, check):
-    """Two calls at once on one model, each with other prompts."""
-    expected = [generate(target(), seed=seed, **WANTED) for seed in range(len(drafts))]
-
-    def work(seed):
-        for _ in range(3):
-            check(expected[seed], generate(model, drafts[seed], seed=seed), start)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # as often as the interpreter can
-    in_threads(*(partial(work, seed) for seed in range(len(drafts))))
-    sys.setswitchinterval(interval)
-
-
-def check_text_or_refusal(make_call):
-    """Fail unless a call passes its own checks, or is refused with one line."""
-    try:
-        make_call()
-    except ValueError as error:
-        found = str(error)
-    else:
-        return
-    assert re.fullmatch(".{30,700}", found), f"no clear refusal: {found}"
 
 
 def check_refusal(make_call, pattern):

@@ -62,10 +62,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("a learned bias to the scores|add values of their own to the scores", "bias of the scores"),
     ("attend to later tokens", "not causal"),
     ("neither causal nor a sliding window", "mask of its own"),
-    (
-        "takes positions from the length of its cache|so plain generate counts the padding",
-        "positions from the cache",
-    ),
+    ("takes positions from the length of its cache|so plain generate counts the padding", "positions from the cache"),
     ("which its attention does not apply and transformers' cache does", "left-over window"),
     ("cannot be verified: ", "fails the comparison with a plain forward"),
     ("rotary frequencies change at", "rotary frequencies that change"),

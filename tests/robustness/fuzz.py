@@ -5,9 +5,7 @@ strategy (cases.py), and the part of the script that it feeds; add what is refus
 """
 
 import math
-import os
 from dataclasses import dataclass, replace
-from itertools import cycle
 from typing import Any
 
 from hypothesis import strategies as st
@@ -15,10 +13,9 @@ from hypothesis import strategies as st
 from hf_longspec.generation.cache import CACHE_NAME
 from tests.robustness import comparison
 from tests.robustness.architecture_variants import LIMIT, LIMIT_OF_DYNAMIC, VARIANTS
-from tests.robustness.cases import EAGLE3_CHECKPOINTS, END, character, drafts, maybe, processors, stopping, targets
+from tests.robustness.cases import END, character, drafts, maybe, processors, stopping, targets
 from tests.robustness.user_processors import PROCESSORS
 
-OF_CHECKPOINTS = {"hidden_size": 32, "num_hidden_layers": 6, "vocab_size": 97}  # fields of their target
 ROPES = {label: fields for label, (name, fields) in VARIANTS.items() if label.startswith("rope") and name == "llama"}
 ROPE_TARGETS = ("llama", "qwen2", "qwen3", "olmo2", "granite")
 # Where frequencies depend on the forward, the text of a chunk or a further turn depends on it too.
@@ -26,19 +23,16 @@ LIMITS = {"longrope": LIMIT, "dynamic": LIMIT_OF_DYNAMIC - 1}
 SMALL = ("llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3")
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 CACHED = ("lent", "bare", "returned")
-PLANS = ("once",) * 5 + ("again", *CACHED, "threads")
+PLANS = ("once",) * 5 + ("again", *CACHED)
 # Options under which the end token may be forbidden.
 FORBIDDING = {"min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"}
 FORBIDDING |= {"no_repeat_ngram_size"}  # also after the end of a row, where drafted tokens follow
-# Options under which every token that a constraint allows stays possible.
-SAMPLING = ("temperature", "top_k", "top_p", "prefill_chunk_size")
 # Kinds of processors of users, but for those that need more of a call, one vocabulary, or an error.
-OF_ONE_CALL = {"whole_batch", "fails_at_its_sixth_call", "stateless_function", "runs_the_target"}
-OF_ONE_CALL |= {"attribute_of_the_target"}
+OF_ONE_CALL = {"fails_at_its_sixth_call", "runs_the_target"}
 OWN = sorted(
     name
     for name, entry in PROCESSORS.items()
-    if entry.is_sampled and name not in OF_ONE_CALL and entry.apply(None).options.keys() == {"logits_processor"}
+    if name not in OF_ONE_CALL and entry.apply(None).options.keys() == {"logits_processor"}
 )
 # In bfloat16, two computations of a logit of these models differ by about 1 in dense ones (docs/losslessness.md), and
 # by more where rounding chose another expert. Logits have a standard deviation of 3.
@@ -61,27 +55,20 @@ class Call:
     weights: int  # seed of the target's weights
     dtype: str  # of the target
     attention: str | None  # `attn_implementation` of the target that speculates
-    # `once`, `again` (twice with the same draft), `lent`, `bare` or `returned` (a second turn on a cache with or
-    # without a config, or on the returned one), or `threads` (two calls at once)
+    # `once`, `again` (twice with the same draft), or `lent`, `bare` or `returned`: a second turn on a cache with or
+    # without a config, or on the returned one
     plan: str
-    beside: bool  # the second thread or the second turn has no draft
+    beside: bool  # the second turn has no draft
     gate: bool  # of the draft
     compiles: bool  # the draft compiles its steps
     wanted: str  # `text` for a tensor, `dict`, or `scores` for scores and logits as well
     masked: bool  # the attention mask is passed
     streamed: bool  # a streamer is passed
-    custom: bool  # the draft is passed as `custom_generate`
     small: tuple | None  # name, config fields and dtype of the model that drafts
     end: int  # the end token, if the options name no other
-    d2t: int | None  # seed of the tokens that an EAGLE-3 draft has, if not the first ones
     gaps: int | None  # distance of the zeros between tokens in the attention mask
     int32: bool  # prompts are int32
-    stops_all: bool  # the stopping criterion answers for all rows at once
-    trie: int | None  # seed of the words of a [`trie`]
     own: str | None  # name of a processor of a user
-    # `hook` (that looks at the last position alone), `adapters` (one per row), `empty` (a row without tokens) or
-    # `embeddings` (in place of tokens): the text of stock `generate`, or a refusal
-    odd: str | None
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -97,12 +84,6 @@ class Call:
         return LIMITS.get(self.overrides.get("rope_parameters", {}).get("rope_type"), math.inf)
 
     @property
-    def has_unknown_processor(self) -> bool:
-        """Whether nothing is known of a logits processor, so that all rows of a batch advance together."""
-        is_unknown = self.own is not None and not PROCESSORS[self.own].drafts
-        return is_unknown or self.allowed is not None or (self.trie is not None and self.trie % 2 == 1)
-
-    @property
     def text_is_fixed(self) -> bool:
         return not (self.do_sample and self.settings.get("acceptance", "coupled") == "rejection")
 
@@ -112,11 +93,9 @@ class Call:
         settings = self.settings
         if self.target[0] == "deepseek_v3" and (self.kind == "longspec" or settings.get("granularity") == "kv_head"):
             return "MLA"
-        if not self.text_is_fixed:
-            if settings.get("tree_widths"):
-                return "acceptance='rejection' with tree_widths"
-            if settings.get("ngram_candidates"):
-                return "acceptance='rejection' with ngram_candidates"
+        wrong = [name for name in ("tree_widths", "ngram_candidates") if settings.get(name)]
+        if not self.text_is_fixed and wrong:
+            return f"acceptance='rejection' with ({'|'.join(wrong)})"
         return None
 
 
@@ -130,9 +109,7 @@ def calls(draw: Any, compiles: bool = False) -> Call:
     if (chunk := draw(maybe(st.integers(1, 17)))) is not None:
         options["prefill_chunk_size"] = chunk
     kind, settings = draw(drafts(vocab))
-    if kind == "fixture":
-        name, overrides = "llama", OF_CHECKPOINTS
-    elif name in ROPE_TARGETS and draw(st.booleans()):
+    if name in ROPE_TARGETS and draw(st.booleans()):
         name, overrides = "llama", overrides | ROPES[draw(st.sampled_from(sorted(ROPES)))]
     elif name in ("llama", "gemma3", "qwen3"):
         overrides["tie_word_embeddings"] = draw(st.booleans())
@@ -171,41 +148,26 @@ def calls(draw: Any, compiles: bool = False) -> Call:
         wanted=draw(st.sampled_from(["text", "dict", "scores"])),
         masked=draw(st.sampled_from([True, True, True, False])),
         streamed=draw(st.sampled_from([False, False, True])),
-        custom=draw(st.sampled_from([False, False, False, True])),
         small=small,
         end=END,
-        d2t=draw(maybe(st.integers(0, 99))) if "draft_vocab_size" in settings else None,
         gaps=None if limit else draw(maybe(st.integers(2, 5))),
         int32=draw(st.booleans()),
-        stops_all=draw(st.booleans()),
-        trie=draw(maybe(st.integers(0, 99))),
         own=draw(maybe(st.sampled_from(OWN))),
-        odd=draw(maybe(maybe(st.sampled_from(["hook", "adapters", "empty", "embeddings"])))),
     )
     return within_reach(call)
 
 
 def within_reach(call: Call) -> Call:
     """The nearest call that transformers itself can make, and whose text can be compared."""
-    if call.odd == "adapters" and call.target[0] in EXPERTS:  # PEFT has no adapters per row there
-        call = replace(call, odd=None)
-    if call.odd == "empty":  # whose text differs between implementations of attention
-        call = replace(call, attention=None)
-    if call.odd is not None:
-        none = dict.fromkeys(("stop_at", "penalty", "allowed", "gaps", "trie", "own"))
-        fixed = {"dtype": "float32", "plan": "once", "wanted": "text", "do_sample": False, "masked": True}
-        call = replace(call, options={"max_new_tokens": 9}, streamed=False, custom=False, **none, **fixed)
     changes: dict[str, Any] = {}
     options, lengths = dict(call.options), call.lengths
     if call.plan in CACHED:
         changes |= {"masked": True}
     equal_rows = call.plan in CACHED and len(lengths) > 1  # none of which may end before the others
-    if call.kind == "fixture" or call.dtype == "bfloat16" or call.plan == "threads" or equal_rows:
-        # tokens were drawn for another vocabulary; the audit is of plain logits; threads share the random numbers
+    if call.dtype == "bfloat16" or equal_rows:  # the audit is of plain logits
         kept = ("max_length", "max_new_tokens", "prefill_chunk_size", "cache_implementation")
         options = {name: options[name] for name in kept if name in options}
-        changes |= {"do_sample": False, "penalty": None, "allowed": None, "stop_at": None}
-        changes |= {"trie": None, "own": None}
+        changes |= {"do_sample": False, "penalty": None, "allowed": None, "stop_at": None, "own": None}
         changes |= {"end": comparison.NEVER} if equal_rows else {}
     if options.get("forced_eos_token_id") in options.get("begin_suppress_tokens", ()):
         del options["begin_suppress_tokens"]  # both at once forbid all tokens
@@ -214,16 +176,13 @@ def within_reach(call: Call) -> Call:
     if call.plan in CACHED:
         options.pop("cache_implementation", None)
     if call.plan != "once":
-        changes |= {"streamed": False, "custom": False}
+        changes |= {"streamed": False}
+    if call.gaps is not None and call.plan in ("lent", "bare"):  # without the draft: sampled as by stock `generate`
+        changes |= {"do_sample": False}
     if call.gaps is not None:  # only a mask has them, and the audit knows none
         changes |= {"masked": True} if call.dtype == "float32" else {"gaps": None}
-    if call.streamed or "stop_strings" in options:  # transformers passes neither streamer nor tokenizer there
-        changes |= {"custom": False}
     if call.do_sample and not call.text_is_fixed:
         changes |= {"gate": False}  # where drafts end decides the text
-    if changes.get("trie", call.trie) is not None:  # no word may be forbidden, and none has another end
-        options = {name: options[name] for name in options if name in ("max_length", "max_new_tokens", *SAMPLING)}
-        changes |= {"allowed": None, "own": None, "penalty": None, "stop_at": None}
     return replace(call, options=options, lengths=lengths, **changes)
 
 
@@ -253,17 +212,11 @@ def script_of(call: Call) -> str:
     check = "check_text" if call.dtype == "float32" else f"partial(check_rounding, stock, {gap}, {call.end})"
     gaps = "" if call.gaps is None else f"\n    attention_mask[:, start // 2 : -1 : {call.gaps}] = 0"
     int32 = "\n    input_ids = input_ids.int()" if call.int32 else ""
-    how = '{"custom_generate": draft.custom_generate}' if call.custom else '{"assistant_model": draft}'
     mask = '{"attention_mask": attention_mask}' if call.masked else "{}"
-    made = {"hook": "with_a_look_at_the_end(%s)", "adapters": "with_adapters(%s)"}.get(call.odd or "", "%s")
-    empty = "\n    input_ids[0], attention_mask[0] = 0, 0" if call.odd == "empty" and len(call.lengths) > 1 else ""
-    prompts = '{"input_ids": input_ids}'
-    if call.odd == "embeddings":
-        prompts = '{"inputs_embeds": model.get_input_embeddings()(input_ids)}'
     body = f"""
 def target(attention=None):
     how = dict(seed={call.weights}, dtype=torch.{call.dtype}, attn_implementation=attention)
-    return {made % f"tiny_target({call.target[0]!r}, **how, **{call.overrides})"}
+    return tiny_target({call.target[0]!r}, **how, **{call.overrides})
 
 
 {_draft(call)}
@@ -271,16 +224,15 @@ def target(attention=None):
 {_arguments(call)}
 
 def prompts(seed):
-    input_ids, attention_mask = tiny_prompts({call.vocab}, {call.lengths}, seed){gaps}{int32}{empty}
+    input_ids, attention_mask = tiny_prompts({call.vocab}, {call.lengths}, seed){gaps}{int32}
     return input_ids, attention_mask
 
 
 def generate(model, draft=None, seed=0, **more):
     input_ids, attention_mask = prompts(seed)
-    how = {{}} if draft is None else {how}
     mask = {mask}
     torch.manual_seed(5)
-    return model.generate(**({prompts} | arguments() | mask | how | more))
+    return model.generate(input_ids, assistant_model=draft, **(arguments() | mask | more))
 
 
 def reference(stock, **more):
@@ -288,7 +240,7 @@ def reference(stock, **more):
 
 
 torch.set_num_threads(1)
-start, stock, model = {0 if call.odd == "embeddings" else max(call.lengths)}, target(), target({call.attention!r})
+start, stock, model = {max(call.lengths)}, target(), target({call.attention!r})
 check, streamed = {check}, {"Recorder()" if call.streamed else None}
 expected = reference(stock, streamer=streamed, **WANTED)
 {_plan(call)}
@@ -302,9 +254,6 @@ def _draft(call: Call) -> str:
         maker = "RandomTreeDraftModel.from_target(model)"
         after = [f"draft.{name} = {value!r}" for name, value in settings.items()]
         after += ["draft.hints = expected.sequences[:, start:].tolist()"]
-    elif call.kind == "fixture":
-        folder = os.path.relpath(EAGLE3_CHECKPOINTS / settings.pop("folder"))
-        maker = f"Eagle3DraftModel.from_pretrained({folder!r}, target=model, **{settings})"
     elif call.small is not None:
         name, fields, dtype = call.small
         maker = f"AssistantDraftModel.from_model(small, model, **{settings})"
@@ -315,11 +264,7 @@ def _draft(call: Call) -> str:
             before += ["model.config._name_or_path = small.config._name_or_path = folder"]
     else:
         maker = f"{MAKERS[call.kind]}, **{settings})"
-    if call.d2t is not None:
-        size, seed = settings["draft_vocab_size"], call.d2t
-        after += [f"ids = torch.randperm({call.vocab}, generator=torch.Generator().manual_seed({seed}))[:{size}]"]
-        after += [f"draft.d2t.copy_(ids.sort().values - torch.arange({size}))"]
-    may_be_plain = call.odd is not None or call.limit < math.inf or call.gaps is not None
+    may_be_plain = call.limit < math.inf or call.gaps is not None
     unsupported = "plain" if may_be_plain else "error"
     after += [f"draft.generation_config.gate = {call.gate}"]
     after += [f"draft.generation_config.on_unsupported = {unsupported!r}"]
@@ -335,20 +280,13 @@ def _arguments(call: Call) -> str:
         characters = "".join(map(character, range(3, call.vocab)))
         lines += [f"options['tokenizer'] = character_tokenizer({characters!r})"]
     if call.stop_at is not None:
-        rule = "AnyLastToken" if call.stops_all else "LastToken"
-        lines += [f"options['stopping_criteria'] = [{rule}{call.stop_at}]"]
+        lines += [f"options['stopping_criteria'] = [LastToken{call.stop_at}]"]
     rules = [] if call.penalty is None else [f"ContextualPenaltyLogitsProcessor{call.penalty}"]
     rules += [] if call.own is None else [f"*PROCESSORS[{call.own!r}].apply(None).options['logits_processor']"]
     if rules:
         lines += [f"options['logits_processor'] = [{', '.join(rules)}]"]
-    if call.trie is not None:
-        arguments = f"{call.vocab}, {call.trie}, {max(call.lengths)}, {call.end}"
-        lines += [f"options['prefix_allowed_tokens_fn'] = trie({arguments})"]
     if call.allowed is not None:
         lines += [f"options['prefix_allowed_tokens_fn'] = allowed_tokens({call.vocab}, {call.allowed})"]
-    if call.odd == "adapters":
-        names = [name for name, _ in zip(cycle(("default", "other", "__base__")), call.lengths, strict=False)]
-        lines += [f"options['adapter_names'] = {names}"]
     return _function("arguments()", [*lines, "return options"])
 
 
@@ -365,8 +303,6 @@ def _plan(call: Call) -> str:
             f"check_refusal(lambda: generate(model, {first}, {more.get(call.plan, '')}), {call.refusal!r})\n"
             "check(expected, generate(model), start)"
         )
-    if call.plan == "threads":
-        return f"check_threads(generate, target, model, [{first}, {second and first}], start, check)"
     if call.plan in CACHED:
         if call.plan == "returned" and (call.gaps is not None or len(set(call.lengths)) > 1):
             second = "draft"  # plain generation refuses a cache without columns for the padding
@@ -376,7 +312,4 @@ def _plan(call: Call) -> str:
     wanted = {"text": {}, "dict": {"return_dict_in_generate": True}, "scores": comparison.WANTED}[call.wanted]
     times, is_repeatable = 1 + (call.plan == "again"), not call.do_sample and call.limit == math.inf
     arguments = f"generate, model, {first}, expected, start, check, rerun, {times}, {wanted}, streamed, {is_repeatable}"
-    check = (
-        f"check_calls({arguments})" if call.odd is None else f"check_text_or_refusal(lambda: check_calls({arguments}))"
-    )
-    return f"rerun = lambda seed: reference(with_noise(target(), seed))\n{check}"
+    return f"rerun = lambda seed: reference(with_noise(target(), seed))\ncheck_calls({arguments})"

@@ -20,7 +20,6 @@ from hf_longspec import Eagle3DraftModel
 from hf_longspec.modeling.mtp.convert_mtp import FAMILIES, REFUSED
 from hf_longspec.modeling.register_draft import DRAFTS as REGISTERED
 from hf_longspec.modeling.shared.aux_hidden_states import AuxDraftModel
-from tests.robustness.captured import captured
 from tests.robustness.enumeration import DRAFTS, TYPES, Unbuildable, outcomes, quiet, stock_of
 
 MARKS = "<!-- {}:start -->", "<!-- {}:end -->"
@@ -34,14 +33,12 @@ COLUMNS = {
     "LongSpec": ("longspec",),
     "TokenSwift": ("tokenswift", "partial"),
 }
-CAPTURED = "captured steps"
 
 
 def outcomes_of(model_type: str) -> dict[str, Any]:
     """`{"unbuildable": reason}`, or for every draft the worst outcome of its batches: kind and detail.
 
-    `one row` says that a draft runs on one prompt and is refused on prompts of different lengths. `captured` is that of
-    captured steps.
+    `one row` says that a draft runs on one prompt and is refused on prompts of different lengths.
     """
     try:
         stock = stock_of(model_type)
@@ -52,9 +49,6 @@ def outcomes_of(model_type: str) -> dict[str, Any]:
         if outcome.kind != "identical" or kind not in worst:
             found = "one row" if outcome.kind == "refused" and worst.get(kind) == ("identical", "") else outcome.kind
             worst[kind] = found, outcome.detail
-    if (mark := worst["tree"][0]) != "refused":
-        outcome = captured(stock, "one" if mark == "one row" else "ragged")
-        worst["captured"] = outcome.kind, outcome.detail
     return worst
 
 
@@ -82,24 +76,12 @@ def summary(rows: dict[str, dict[str, Any]]) -> str:
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The types of which something is not possible, and the others in one paragraph."""
     whole = ", ".join(f"`{name}`" for name, row in rows.items() if status(row) == "identical")
-    lines = [summary(rows), "", f"Every draft runs on: {whole}.", "", steps(rows), ""]
-    lines += [_line(["type", *COLUMNS, CAPTURED, "reason"]), _line(["---"] * (len(COLUMNS) + 3))]
+    lines = [summary(rows), "", f"Every draft runs on: {whole}.", ""]
+    lines += [_line(["type", *COLUMNS, "reason"]), _line(["---"] * (len(COLUMNS) + 2))]
     for name, row in rows.items():
         if status(row) != "identical":
             lines.append(_line([f"`{name}`", *_cells(row)]))
     return "\n".join(lines)
-
-
-def steps(rows: dict[str, dict[str, Any]]) -> str:
-    """The types that run under every draft and whose steps are not captured, in one sentence."""
-    others = [f"`{name}` ({_step(row)})" for name, row in rows.items() if status(row) == "identical"]
-    others = [one for one in others if not one.endswith(" (yes)")]
-    return f"Steps of these types are captured{', except for: ' + ', '.join(others) if others else ''}."
-
-
-def _step(row: dict[str, Any]) -> str:
-    kind, detail = row.get("captured", ("refused", "no"))
-    return {"identical": "yes", "refused": detail}.get(kind, f"**{kind}**")
 
 
 def lists() -> str:
@@ -128,7 +110,7 @@ def between(text: str, name: str) -> tuple[str, str, str]:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     if "unbuildable" in row:
-        return [*[""] * (len(COLUMNS) + 1), "transformers cannot build or run it by its default settings"]
+        return [*[""] * len(COLUMNS), "transformers cannot build or run it by its default settings"]
     marks, reasons = [], []
     for drafts in COLUMNS.values():
         others = [row[draft] for draft in drafts if row[draft][0] != "identical"]
@@ -137,7 +119,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         reasons += [detail if kind in ("refused", "one row") else f"**{kind}**" for kind, detail in others]
     if marks[0] == "no":  # for one reason that holds for every draft
         del reasons[1:]
-    return [*marks, _step(row), "; ".join(dict.fromkeys(reasons))]
+    return [*marks, "; ".join(dict.fromkeys(reasons))]
 
 
 def _line(cells: list[str]) -> str:

@@ -1,24 +1,22 @@
 """Changes that users make to a target, its class or the functions it runs, before or after a good call with a draft.
 
-Some have the same effect on every token, and a draft may be used after them. Others depend on the size of a forward,
-on the length of the cache or on the number of calls, or replace what the loop does in the place of `generate`.
+Some have the same effect on every token, and a draft may be used after them. Others depend on the size of a forward or
+on the length of the cache. Methods of `generate` that a user overrides are in tests/generation/test_structure.py.
 """
 
 import copy
 import functools
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from tests.robustness.user_code import DIRECTION, VOCAB, Applied, Entry, first_layer, replaced
+from tests.robustness.user_code import DIRECTION, Applied, Entry, first_layer, replaced
 
 EAGER = (("attn_implementation", "eager"),)
 MLP = "model.layers.0.mlp"
@@ -43,23 +41,12 @@ def subclass(module: nn.Module, **methods: Any) -> None:
 
 
 def after_forward(change: Callable[..., Any], path: str = MLP) -> Callable[[Any], None]:
-    """Return what gives a module a class whose forward returns `change(output, **arguments)`, or of the module."""
+    """Return what gives a module a class whose forward returns `change(output, **arguments)`."""
 
     def forward(self, *args, **kwargs):
-        return change(super(type(self), self).forward(*args, **kwargs), module=self, **kwargs)
+        return change(super(type(self), self).forward(*args, **kwargs), **kwargs)
 
     return lambda model: subclass(model.get_submodule(path), forward=forward)
-
-
-def put(path: str, make: Callable[[], nn.Module]) -> Callable[[Any], None]:
-    """Return what puts a module, with the same random weights in every model, at a path."""
-
-    def change(model):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(4)
-            model.set_submodule(path, make())
-
-    return change
 
 
 def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[Any], Applied]:
@@ -108,14 +95,8 @@ def a_layer_less(model):
 
 
 @kind
-def a_layer_less_without_the_config(model):
-    model.model.layers = model.model.layers[:1]
-
-
-CHANGES |= {
-    "norm": Entry(put("model.norm", lambda: nn.LayerNorm(64))),
-    "head": Entry(put("lm_head", lambda: nn.Linear(64, VOCAB, bias=False))),
-}
+def norm(model):
+    model.model.norm = nn.LayerNorm(64)
 
 
 # Weights, and the mode of the model.
@@ -125,12 +106,6 @@ CHANGES |= {
 def weights_in_place(model):
     with torch.no_grad():
         first_layer(model).mlp.down_proj.weight.mul_(-1)
-
-
-@kind
-def tied_head(model):
-    model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight * 90)
-    model.model.embed_tokens.weight = model.lm_head.weight
 
 
 @kind(has_effect=False)
@@ -154,28 +129,13 @@ def by_length(out, cache=None, past_key_values=None, **_):
     return out + DIRECTION * (int(held.get_seq_length()) % 3)
 
 
-@kind
-def counter_in_a_buffer(model):
-    def count(out, module, **_):
-        module.calls += 1
-        return out + DIRECTION * (int(module.calls) % 3 == 0)
-
-    first_layer(model).mlp.register_buffer("calls", torch.zeros((), dtype=torch.long))
-    after_forward(count)(model)
-
-
 LAYER = "model.layers.0"
 CHANGES |= {
     "forward of one token": Entry(after_forward(by_size)),
-    "a little of several tokens": Entry(
-        after_forward(lambda out, **_: out * (1 + 0.01 * (out.shape[1] > 1))), has_effect=None
-    ),
     # as many as a tree may have, and never as few as a check may take
     "forward of few tokens": Entry(
         after_forward(lambda out, **_: out + DIRECTION * (8 < out.shape[1] or out.shape[1] == 1))
     ),
-    "last token": Entry(after_forward(lambda out, **_: torch.cat([out[:, :-1], out[:, -1:] + DIRECTION], 1))),
-    "rows that mix": Entry(after_forward(lambda out, **_: out + out.mean((0, 1)))),
     "length of the cache": Entry(after_forward(by_length, LAYER)),
     # plain `generate` shows a head one token of each row
     "head by size": Entry(
@@ -199,15 +159,9 @@ def keys_squashed(attend):
     return lambda module, query, key, *args, **kwargs: attend(module, query, key.tanh(), *args, **kwargs)
 
 
-def call_of_a_module(model):
-    mlp = first_layer(model).mlp
-    mlp._call_impl = lambda *args: by_size(nn.Module._call_impl(mlp, *args))
-
-
 OF_LLAMA = modeling_llama.LlamaMLP
 CHANGES |= {
     "forward of a class": Entry(patched(OF_LLAMA, "forward", lambda own: lambda self, x: by_size(own(self, x)))),
-    "call of a module": Entry(call_of_a_module),
     "rotation by size": Entry(patched(modeling_llama, "apply_rotary_pos_emb", one_token_rotated)),
     "eager attention of the file": Entry(
         patched(modeling_llama, "eager_attention_forward", keys_squashed), settings=EAGER
@@ -226,15 +180,9 @@ def rotary_of_dynamic_ntk(model):
     model.model.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config)
 
 
-@kind
-def rotary_frequencies(model):
-    model.model.rotary_emb.inv_freq *= 3
-
-
 CHANGES |= {
     "not causal": Entry(each_attention(is_causal=False)),
     "scaling": Entry(each_attention(scaling=lambda before: 4 * before)),
-    "swapped layer indices": Entry(each_attention(layer_idx=lambda before: 1 - before), has_effect=False),
     "softcap of modules": Entry(each_attention(attn_logit_softcapping=1.0), name="gemma2"),
     # masks alone have an effect in eager attention
     "window of modules": Entry(each_attention(sliding_window=3), name="gemma2", has_effect=False),
@@ -265,15 +213,11 @@ def own_mask(*args, **kwargs):
     return mask
 
 
-def in_table(table: Any, function: Any) -> Callable[[Any], Applied]:
-    """Return what replaces the function of sdpa in a table of transformers."""
-
-    def change(model):
-        before = table["sdpa"]
-        table["sdpa"] = function
-        return Applied(undo=lambda: table.__setitem__("sdpa", before))
-
-    return change
+def replaced_mask(model):
+    """Replace the mask of sdpa in the table of transformers."""
+    before = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = own_mask
+    return Applied(undo=lambda: ALL_MASK_ATTENTION_FUNCTIONS.__setitem__("sdpa", before))
 
 
 def registered_attention(model):
@@ -290,84 +234,7 @@ def of_config(**fields: Any) -> Callable[[Any], None]:
 
 CHANGES |= {
     "registered attention": Entry(registered_attention),
-    "replaced attention": Entry(in_table(ALL_ATTENTION_FUNCTIONS, own_attention)),
-    "replaced mask": Entry(in_table(ALL_MASK_ATTENTION_FUNCTIONS, own_mask)),
-    "eager attention": Entry(lambda model: model.set_attn_implementation("eager"), has_effect=False),
-    "sdpa attention": Entry(
-        lambda model: setattr(model.config, "_attn_implementation", "sdpa"), settings=EAGER, has_effect=False
-    ),
+    "replaced mask": Entry(replaced_mask),
     "window of the config": Entry(of_config(sliding_window=4), name="mistral"),
     "softcap of the config": Entry(of_config(final_logit_softcapping=0.01), name="gemma2"),
-    "settings of generation": Entry(lambda model: setattr(model.generation_config, "repetition_penalty", 2.5)),
-}
-
-
-# Methods of generation that a user overrides: in the class of the model, on the model, for all models.
-
-
-def moved(inputs, by):
-    if inputs.get("position_ids") is not None:
-        inputs["position_ids"] = inputs["position_ids"] + by
-    return inputs
-
-
-def rolled(out):
-    out.logits = out.logits.roll(1, -1)
-    return out
-
-
-def with_a_processor(processors):
-    processors.append(lambda input_ids, scores: scores.roll(1, -1))
-    return processors
-
-
-# Method: what a user makes of its result.
-METHODS: dict[str, Callable[[Any], Any]] = {
-    "_sample": lambda text: text.flip(1),
-    "_update_model_kwargs_for_generation": lambda inputs: moved(inputs, 1),
-    "prepare_inputs_for_generation": lambda inputs: moved(inputs, 2 * (inputs["input_ids"].shape[1] == 1)),
-    "_prefill": rolled,
-    "_get_logits_processor": with_a_processor,
-    "_prepare_cache_for_generation": lambda nothing: nothing,
-}
-
-
-def overridden(name: str, owner: Any) -> Any:
-    """Return the method of a class as a user overrides it."""
-    method = getattr(owner, name)
-    return lambda self, *args, **kwargs: METHODS[name](method(self, *args, **kwargs))
-
-
-def in_the_class(model, name):
-    subclass(model, **{name: overridden(name, type(model))})
-
-
-def on_the_model(model, name):
-    setattr(model, name, overridden(name, type(model)).__get__(model))
-
-
-def for_all_models(model, name):
-    return replaced(GenerationMixin, name, overridden(name, GenerationMixin))
-
-
-# Without an effect, or only with some ways of overriding them, as `generate` looks up some methods in the class.
-UNSEEN = ("_sample", "_update_model_kwargs_for_generation", "_prepare_cache_for_generation")
-CHANGES |= {
-    f"{name}, {way.__name__}": Entry(functools.partial(way, name=name), has_effect=None if name in UNSEEN else True)
-    for name, way in product(METHODS, (in_the_class, on_the_model, for_all_models))
-}
-
-
-def of_a_class(model: Any, name: str) -> Any:
-    """Return a model whose class is the user's from the beginning."""
-    mine = type("Mine", (type(model),), {name: overridden(name, type(model))})(model.config).eval()
-    mine.load_state_dict(model.state_dict())
-    return mine
-
-
-CHANGES |= {
-    f"{name}, in a class from the beginning": Entry(
-        lambda model: None, wrap=functools.partial(of_a_class, name=name), has_effect=False
-    )
-    for name in METHODS
 }

@@ -13,15 +13,7 @@ import transformers
 from packaging.version import Version
 
 from tests.robustness.architecture_variants import VARIANTS
-from tests.robustness.enumeration import (
-    TYPES,
-    UNBUILDABLE,
-    Unbuildable,
-    known_reason,
-    outcomes,
-    quiet,
-    stock_of,
-)
+from tests.robustness.enumeration import TYPES, UNBUILDABLE, Unbuildable, known_reason, outcomes, quiet, stock_of
 
 # Types on which a draft once wrote another text, or failed without a reason; without those that other tests name.
 FAILED_ONCE = [

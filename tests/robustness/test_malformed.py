@@ -52,14 +52,6 @@ def refuses(folder, error, match):
     assert type(caught.value) in (ValueError, OSError)
 
 
-def test_no_settings_are_the_defaults(broken):
-    folder = broken("tokenswift")
-    (folder / "generation_config.json").unlink()
-    draft = AutoModel.from_pretrained(folder)
-    name, default = next(iter(type(draft).settings.items()))
-    assert draft.config.model_type == "tokenswift" and getattr(draft.generation_config, name) == default
-
-
 def test_model_type(broken):
     """Worded by transformers: what it does not know may be newer than it is."""
     folder = broken("specattn")
@@ -73,15 +65,10 @@ def test_model_type(broken):
 @pytest.mark.parametrize(
     ("kind", "changes", "match"),
     [
-        ("specattn", {"vocab_size": "x"}, "vocab_size='x'"),
         ("longspec", {"target": "llama"}, "target='llama'"),
-        ("longspec", {"noise_range": 3}, "noise_range=3"),
-        ("longspec", {"cross_attention": "yes"}, "cross_attention='yes'"),
         ("longspec", {"hidden_act": "nope"}, "hidden_act='nope'"),
         ("longspec", {"num_attention_heads": 3}, "shapes of"),
-        ("tokenswift", {"num_heads": -1}, "num_heads=-1"),
         ("tokenswift", {"num_heads": 10**9}, "num_heads=1000000000.* 256"),
-        ("longspec", {"noise_range": [1, 10**9]}, r"noise_range=\[1, 1000000000\].* 4,096"),
         ("tokenswift", {"num_heads": 5}, " 9 .*weights"),
     ],
     ids=str,
@@ -94,23 +81,13 @@ def test_values(broken, kind, changes, match):
 
 @pytest.mark.parametrize(
     ("change", "match"),
-    [
-        (cut, "weights in .* cannot be read"),
-        (lambda path: torch.save({"a": torch.ones(2)}, path), "weights in .* cannot be read"),
-        (Path.unlink, "no file named model.safetensors"),
-    ],
-    ids=["cut short", "a pickle", "missing"],
+    [(cut, "weights in .* cannot be read"), (Path.unlink, "no file named model.safetensors")],
+    ids=["cut short", "missing"],
 )
 def test_unreadable_weights(broken, change, match):
     folder = broken("longspec")
     change(folder / "model.safetensors")
     refuses(folder, OSError, match)
-
-
-def test_weights_of_another_draft(broken, saved):
-    folder = broken("longspec")
-    shutil.copy(saved / "tokenswift" / "model.safetensors", folder)
-    refuses(folder, ValueError, r"\d+ .*weights")
 
 
 def test_settings_are_refused_when_they_are_used(broken):

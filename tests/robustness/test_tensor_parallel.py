@@ -7,15 +7,7 @@ import pytest
 from torch.multiprocessing import start_processes
 
 from tests.robustness.drafts import make_draft
-from tests.robustness.tensor_parallel_worker import (
-    KINDS,
-    LENGTHS,
-    NEW,
-    RANKS,
-    choices,
-    main,
-    noisy_gate,
-)
+from tests.robustness.tensor_parallel_worker import KINDS, LENGTHS, NEW, RANKS, choices, main, noisy_gate
 from tests.tiny_targets import generate, tiny_target
 
 

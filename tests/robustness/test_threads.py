@@ -35,7 +35,9 @@ def in_threads(*works):
             run.result()
 
 
-@pytest.mark.parametrize(("pair", "implementation"), zip(PAIRS, ("hf_longspec", "sdpa", "eager"), strict=True), ids=str)
+@pytest.mark.parametrize(
+    ("pair", "implementation"), [*zip(PAIRS, ("hf_longspec", "sdpa", "eager"), strict=True)], ids=str
+)
 def test_two_drafts(pair, implementation, switching):
     """The implementation of a target that was loaded by default is switched, for one call at a time."""
     model = tiny_target("gemma3", attn_implementation=implementation)

@@ -20,7 +20,7 @@ class Applied:
     """A user's code in one call.
 
     Attributes:
-        options: Further arguments of `generate`; a list with an entry for each row is cut to the rows.
+        options: Further arguments of `generate`.
         state: Returns what the user could see of its state. Called once, after `generate`.
         undo: Takes back what is not on the model alone.
     """
@@ -40,12 +40,9 @@ class Entry:
         drafts: Whether a draft is used; `None` if that depends on the draft.
         reason: Pattern of the reason why it is not.
         is_lie: Whether it declares what is not true. Drafts of one node do not notice it, and need not.
-        is_sampled: Whether a seed decides the sampled text, whatever else draws from the random numbers.
-        has_effect: Whether the text with it differs from that without it: always, with a `"batch"` or a `"single"`
-            prompt alone, or never; `None` if it may.
+        has_effect: Whether the text of one prompt differs from that without it; `None` if it may.
         name: Architecture of the target, of `tests/tiny_targets.py`.
         settings: Its settings, names and values.
-        wrap: Function that is called with the target, and returns the model of the call.
     """
 
     apply: Callable[[Any], Applied | None]
@@ -53,11 +50,9 @@ class Entry:
     drafts: bool | None = None
     reason: str = ""
     is_lie: bool = False
-    is_sampled: bool = True
-    has_effect: bool | str | None = True
+    has_effect: bool | None = True
     name: str = "llama"
     settings: tuple[tuple[str, Any], ...] = ()
-    wrap: Callable[[Any], Any] = lambda model: model
 
 
 def hidden_of(output: Any) -> torch.Tensor:

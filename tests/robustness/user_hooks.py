@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.robustness.user_code import DIRECTION, Applied, Entry, hidden_of
 
 LAYER, MLP = "model.layers.0", "model.layers.0.mlp"
-ADAPTED = "base_model.model.model.layers.0.mlp.down_proj"
 
 
 def undeclared(apply: Any, name: str, **facts: Any) -> Entry:
@@ -38,13 +36,8 @@ def declared(function: Any) -> Any:
     copied = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
-    return told(copied, True)
-
-
-def told(function: Any, is_stateless: bool) -> Any:
-    """Declare something of a function or an object, and return it."""
-    function.stateless = is_stateless
-    return function
+    copied.stateless = True
+    return copied
 
 
 # Ways to put code on a model.
@@ -57,11 +50,6 @@ def hook(function: Any, path: str = LAYER, register: str = "register_forward_hoo
         return Applied(undo=getattr(model.get_submodule(path), register)(function, **options).remove)
 
     return apply
-
-
-def hook_of_all(function: Any, register: str = "register_module_forward_hook") -> Any:
-    """Return what registers a hook on all modules of torch."""
-    return lambda model: Applied(undo=getattr(torch.nn.modules.module, register)(function).remove)
 
 
 def recorder(model):
@@ -78,13 +66,6 @@ def recorder(model):
     return Applied(state=lambda: one.seen, undo=model.get_submodule(LAYER).register_forward_hook(one.keep).remove)
 
 
-def bound_builtin(model):
-    """Put a method of a dict on a layer, which keeps the last arguments."""
-    seen = {}
-    handle = model.get_submodule(LAYER).register_forward_pre_hook(seen.__setitem__)
-    return Applied(state=lambda: [hidden_of(args).shape for args in seen.values()], undo=handle.remove)
-
-
 def forward(make: Callable[[nn.Module, Any], Any], path: str = LAYER) -> Any:
     """Return what puts a function in the place of the forward of a module; `make` gets the module and its forward."""
 
@@ -95,22 +76,9 @@ def forward(make: Callable[[nn.Module, Any], Any], path: str = LAYER) -> Any:
     return apply
 
 
-def of_accelerate(*hooks: ModelHook) -> Any:
-    """Return what adds hooks of accelerate to a layer, as a sequence if there are several."""
-    one = hooks[0] if len(hooks) == 1 else SequentialHook(*hooks)
-
-    def apply(model):
-        add_hook_to_module(model.get_submodule(LAYER), one)
-
-    return apply
-
-
-def adapted(model: Any) -> Any:
-    """Return a target with an adapter that is felt."""
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return get_peft_model(model, config).eval()
+def of_accelerate(model: Any) -> None:
+    """Add a hook of a user to a layer after one of accelerate."""
+    add_hook_to_module(model.get_submodule(LAYER), SequentialHook(AlignDevicesHook("cpu"), LastOfAccelerate()))
 
 
 # What hooks do.
@@ -132,11 +100,6 @@ def a_little_at_the_last_token(module, args, output):
     """By a hundredth of the norm."""
     last = hidden_of(output)[:, -1]
     last += 0.01 * last.norm(dim=-1, keepdim=True) * DIRECTION / DIRECTION.norm()
-
-
-def of_several_tokens(module, args, output):
-    if hidden_of(output).shape[1] > 1:
-        hidden_of(output).add_(DIRECTION)
 
 
 def of_one_token(module, args, output):
@@ -163,29 +126,8 @@ def by_position(module, args, kwargs, output):
     hidden_of(output).add_(DIRECTION * (kwargs["position_ids"] % 3 == 1)[..., None])
 
 
-def of_layers(module, args, output):
-    if type(module).__name__ == "LlamaDecoderLayer":
-        everywhere(module, args, output)
-
-
-def before_layers(module, args):
-    if type(module).__name__ == "LlamaMLP":
-        before(module, args)
-
-
 def roll_logits(module, args, output):
     return output.roll(1, -1)
-
-
-class Steer(nn.Module):
-    """A hook that is a module, so that code of torch calls it."""
-
-    def __init__(self):
-        super().__init__()
-        self.direction = nn.Parameter(DIRECTION.clone())
-
-    def forward(self, module, args, output):
-        return hidden_of(output) + self.direction
 
 
 class Declared:
@@ -214,55 +156,27 @@ def steered(module, own):
     return steered
 
 
-class LastTokens(nn.Module):
-    def forward(self, hidden):
-        return torch.cat([hidden[:, :-1], hidden[:, -1:] + DIRECTION], 1)
-
-
-def in_a_sequence(module, own):
-    """Return a method of a class of torch, which calls modules of a user."""
-    copied = type(module)(module.config)
-    copied.load_state_dict(module.state_dict())
-    return nn.Sequential(copied, LastTokens()).forward
-
-
-def as_method(module, own):
-    return types.MethodType(lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs) + DIRECTION, module)
-
-
 HOOKS: dict[str, Entry] = {
     # hooks on a module
     "declared": Entry(hook(declared(everywhere)), drafts=True),
     "undeclared": undeclared(hook(at_the_last_token), "at_the_last_token"),
     "recorder": undeclared(recorder, r"recorder.*Recorder.keep", has_effect=False),
-    "bound builtin": undeclared(bound_builtin, "dict.__setitem__", has_effect=False),
     "before": undeclared(hook(before, register="register_forward_pre_hook"), "before"),
     "before, declared": Entry(hook(declared(before), register="register_forward_pre_hook"), drafts=True),
     "with keywords, declared": Entry(hook(declared(by_position), with_kwargs=True), drafts=True),
-    "module": undeclared(hook(Steer()), "Steer"),
     "method of a declared object": Entry(hook(Declared().steer), drafts=True),
-    "partial of a declared one": Entry(hook(functools.partial(declared(everywhere))), drafts=True),
     "partial of torch": undeclared(
         hook(functools.partial(checkpoint, at_the_last_token, use_reentrant=False)), "at_the_last_token"
     ),
     # what is declared and not true
     "last token, a little": lie(a_little_at_the_last_token, has_effect=None),
-    "several tokens": lie(of_several_tokens),
     "one token": lie(of_one_token),
     "whole prompts": lie(of_whole_prompts),
     "rows together": lie(of_rows_together),
     "a failure": lie(of_single_tokens_alone, "fails in a verification: RuntimeError: not one token", has_effect=False),
-    # hooks of torch for all modules
-    "all modules": undeclared(hook_of_all(of_layers), "of_layers"),
-    "before all modules, declared": Entry(
-        hook_of_all(declared(before_layers), "register_module_forward_pre_hook"), drafts=True
-    ),
     # hooks on other modules than layers
-    "embedding": Entry(hook(declared(everywhere), "model.embed_tokens"), drafts=True),
-    "attention": Entry(hook(declared(everywhere), "model.layers.0.self_attn"), drafts=True),
     "decoder": Entry(hook(declared(everywhere), "model"), drafts=True),
     "head": Entry(hook(declared(roll_logits), "lm_head"), drafts=True),
-    "decoder, undeclared": undeclared(hook(at_the_last_token, "model"), "at_the_last_token"),
     # forwards in the place of a module's own
     "forward": undeclared(forward(steered), "steered"),
     "forward, declared": Entry(
@@ -271,27 +185,11 @@ HOOKS: dict[str, Entry] = {
     "forward under its own name": undeclared(
         forward(lambda module, own: functools.wraps(own)(steered(module, own))), "forward"
     ),
-    "forward as a method": undeclared(forward(as_method), "as_method"),
-    "sequence": undeclared(forward(in_a_sequence, MLP), "Sequential"),
-    "own forward": Entry(
-        forward(lambda module, own: types.MethodType(type(module).forward, module)), drafts=True, has_effect=False
-    ),
     "compiled forward": Entry(
         forward(lambda module, own: torch.compile(own, backend="eager", dynamic=True), MLP),
         drafts=True,
         has_effect=False,
     ),
-    # hooks of libraries, and what users make of them
-    "accelerate": Entry(of_accelerate(AlignDevicesHook("cpu", io_same_device=True)), drafts=True, has_effect=False),
-    "user's of accelerate": undeclared(of_accelerate(LastOfAccelerate()), "LastOfAccelerate.post_forward"),
-    "sequence of accelerate": undeclared(
-        of_accelerate(AlignDevicesHook("cpu"), LastOfAccelerate()), "LastOfAccelerate.post_forward"
-    ),
-    "adapters by row": Entry(
-        lambda model: Applied({"adapter_names": ["default", "__base__", "default"]}),
-        drafts=True,
-        has_effect=False,
-        wrap=adapted,
-    ),
-    "adapter": undeclared(hook(at_the_last_token, ADAPTED), "at_the_last_token", wrap=adapted),
+    # what users make of hooks of libraries; those of libraries alone are in tests/generation/test_hooks.py
+    "user's of accelerate": undeclared(of_accelerate, "LastOfAccelerate.post_forward"),
 }

@@ -9,13 +9,7 @@ from typing import Any
 import torch
 
 from ..lengths import SeqLens
-from ..registry import (
-    AttentionBackend,
-    AttentionCall,
-    AttentionState,
-    register_backend,
-    why_not_dtype,
-)
+from ..registry import AttentionBackend, AttentionCall, AttentionState, register_backend, why_not_dtype
 from ..torch_backend import causal_attention, short_buffer, with_unit_stride
 from .config import INTERPRETED, largest_rows
 from .launch import DTYPES, gpu_of, hybrid_op, scored_op, tree_op, why_not_device

@@ -13,12 +13,7 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import merge_attention_states
 from hf_longspec.attention_backends.triton import backend, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
-from hf_longspec.attention_backends.triton.config import (
-    SHORTEST_SPLIT,
-    Gpu,
-    hybrid_config,
-    most_splits,
-)
+from hf_longspec.attention_backends.triton.config import Gpu, hybrid_config, most_splits
 from tests.attention_backends.oracle import (
     SCALING,
     assert_within_budget,
@@ -169,13 +164,3 @@ def test_every_tile_with_scores(kernel_device, hopper, nodes, groups):
         products = torch.einsum("kd,ksd->ks", both, key[b, :, :length].double())
         # sums of products of float16 numbers in float32
         torch.testing.assert_close(scores[b, :, :length].double(), products, rtol=1e-5, atol=2e-4)
-
-
-@pytest.mark.parametrize("window", [None, 100])
-def test_long_splits_change_no_result(kernel_device, hopper, window):
-    """Splits of 448 and 192 slots instead of 128, with and without a window that begins within a block."""
-    query, key, value, lengths, options, exact, plain = prefix_case(3, 2, 16, (900, 401), window, FLOAT32)
-    assert [splits_of(length, 2, SHORTEST_SPLIT, 16)[0] for length in lengths.host] == [(0, 448), (0, 192)]
-    inputs = query, key, value, SeqLens(None, lengths.on("cpu"))
-    state = computed(TRITON_BACKEND, "prefix", inputs, options, kernel_device)
-    assert_within_budget(state, exact, plain)

@@ -7,26 +7,14 @@ import torch
 from torch.nn.functional import gelu, silu
 
 pytest.importorskip("triton", reason="triton is not installed")
-from hf_longspec.attention_backends.triton.layers import (
-    NORM_FORMS,
-    ROTARY_FORMS,
-    add_norm,
-    delta_rule,
-    gated,
-    rotate,
-)
+from hf_longspec.attention_backends.triton.layers import NORM_FORMS, ROTARY_FORMS, add_norm, delta_rule, gated, rotate
 from tests.attention_backends.triton.machine import DEVICE
 from tests.pairwise import few
 
 # Sums in another order, and other exponential functions; the interpreter truncates where a GPU rounds to bfloat16.
 STEPS = {torch.float32: 4, torch.float16: 1, torch.bfloat16: 2}
 DTYPES = pytest.mark.parametrize("dtype", list(STEPS), ids=str)
-ACTIVATIONS = {
-    "silu": silu,
-    "sigmoid": torch.sigmoid,
-    "gelu": gelu,
-    "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
-}
+ACTIVATIONS = {"silu": silu, "sigmoid": torch.sigmoid, "gelu": gelu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}
 SIZE = 26  # of a query and a key
 
 
