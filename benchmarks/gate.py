@@ -1,216 +1,225 @@
-"""The gate on held-out text: the plain loop, and drafts with the gate and without it.
+"""Drafts under the gate against no draft, step by step: chat tasks of a model, or continuations of held-out text.
 
-With the gate a draft should be about as fast as the faster one of two: the plain loop, and the same draft without the
-gate. The useless draft has random weights; the others are a trained chain, a trained wide tree, and n-grams.
-benchmarks/README.md says why all of them advance through the same text in turns, and how the two estimates are made.
+    python -m benchmarks.gate --contexts 1024,4096,15872
+    python -m benchmarks.gate --target FOLDER --tasks edit,explain,summarise,chat --tokens 64,256 --temperatures 0,0.7
 
-    python -m benchmarks.gate
+All ways to decode advance through the same text in turns, so that a machine that is busy for a while is busy for all of
+them; benchmarks/README.md says why. Each text is the first call of its process: what the gate has learned from the
+texts before is forgotten. Ways whose names end in "fixed" have no gate, and draft and verify the same in every step.
 """
 
+import argparse
+import inspect
+import tarfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import pandas as pd
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 import hf_longspec
 from benchmarks import harness
-from benchmarks.decoder import PrefilledPrompts
 from benchmarks.harness import Run
-from benchmarks.pages import GATED, UNGATED
 from benchmarks.report import mean_interval
-from hf_longspec.cli.files import Record
 from hf_longspec.cli.measuring import PLAIN, rotated, significant
-from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.call import Call
 from hf_longspec.generation.decoding import Session
-from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.special_cases import gate
 
 # Tokens of a turn: enough that a cold cache at its beginning costs little, and few enough for a fraction of a second.
-TURN = 32
-# Kinds of steps; a catch-up is a plain step that a drafter observes after a pause.
-PLAIN_STEP, CATCH_UP, SPECULATION = "plain", "catch-up", "speculation"
-
-Clocks = tuple[Callable[[], float], Callable[[], float]]
-CLOCKS: Clocks = (time.perf_counter, time.process_time)
+TURN = 16
+FIXED = ", fixed"
+CODE = "```python\n{text}\n```\n"
+TASKS = {
+    "edit": CODE + "Write this code again, with the word `help` replaced by `aid`.",
+    "explain": CODE + "Explain what this code does.",
+    "summarise": CODE + "Summarise what this code offers in five sentences.",
+    "chat": "I am planning a trip to {place} with two children. What should we see and pack, and why?",
+}
+PLACES = ("Norway in winter", "Japan in spring", "the Alps in summer", "Morocco in autumn", "Scotland in May")
 
 
 class SteppedRun:
-    """One greedy decoding after the first `context` tokens of a prompt, advanced from outside; one token is out."""
+    """One decoding of a prompt, advanced from outside; the first token is out."""
 
     @torch.no_grad()
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        draft: Any,
-        prompts: PrefilledPrompts,
-        row: int,
-        context: int,
-        seed: int,
-        tokens: int,
-    ):
-        rows = slice(row, row + 1)
-        cache = SpeculativeCache(model.config, 1, context + tokens + 1)
-        prompts.fill(cache, rows, context - draft.num_tree_nodes(TargetView(model)))
-        prompt = prompts.tokens[rows, :context]
-        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": tokens + 1, CACHE_NAME: cache}
-
+    def __init__(self, model: PreTrainedModel, draft: Any, prompt: torch.Tensor, tokens: int, **how: Any):
         def opened(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs) -> Session:
             processing = logits_processor, stopping_criteria, generation_config
             call = Call(model, draft, input_ids, *processing, None, model_kwargs)
             assert call.why_not() is None
             return Session(call)
 
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         # generate() prepares processors and criteria, and returns what it is given
+        mask = torch.ones_like(prompt)
         self.session: Session = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), custom_generate=opened, **options
+            prompt, attention_mask=mask, custom_generate=opened, max_new_tokens=tokens, **how
         )
-        self.steps: list[Record] = []  # turn, kind, and seconds by the wall clock and of processor time
         tails = self.session.prefill()
-        with self.session.target.attention():
+        with self.attention():
             self.session.seed(tails)
+        self.seconds: list[float] = []  # after each emitted token but the first, since then
+        self.cpu_seconds: list[float] = []
+
+    def attention(self) -> ExitStack:
+        """Return the context of steps."""
+        stack = ExitStack()
+        stack.enter_context(self.session.target.attention())
+        stack.enter_context(self.session.drafter.attention())
+        return stack
 
     @property
     def text(self) -> list[int]:
         return self.session.sequences.generated[0].tolist()
 
-    def advance(self, turn: int, tokens: int, clocks: Clocks = CLOCKS) -> None:
-        while not self.session.sequences.finished and len(self.session.sequences.generated[0]) <= tokens:
-            speculated = self.session.stats.num_spec_steps
-            before = [clock() for clock in clocks]
-            self.session.iterate()
-            wall, cpu = (clock() - start for clock, start in zip(clocks, before, strict=True))
-            step = {"turn": turn, "kind": self._kind(speculated), "seconds": wall, "cpu_seconds": cpu}
-            self.steps.append(step)
-
-    def _kind(self, speculated: int) -> str:
-        """Kind of the last step; `speculated` steps have speculated before it."""
-        if self.session.stats.num_spec_steps > speculated:
-            return SPECULATION if self.session.drafter.num_nodes > 1 else PLAIN_STEP
-        return PLAIN_STEP if self.session.drafter.reuse_graph else CATCH_UP
-
-
-@torch.no_grad()
-def interleave(runs: Mapping[str, SteppedRun], tokens: int, clocks: Clocks = CLOCKS) -> None:
-    """Advance runs of one target to `tokens` tokens in turns of `TURN`, every other round in reverse order."""
-    with next(iter(runs.values())).session.target.attention():
-        for turn, reached in enumerate(range(TURN, tokens + TURN, TURN)):
-            names = list(runs) if turn % 2 == 0 else list(runs)[::-1]
-            for name in names:
-                runs[name].advance(turn, min(reached, tokens), clocks)
+    @torch.no_grad()
+    def advance(self, tokens: int) -> None:
+        """Decode until so many tokens are out."""
+        with self.attention():
+            while not self.session.sequences.finished and len(self.session.sequences.generated[0]) < tokens:
+                before = len(self.text), time.perf_counter(), time.process_time()
+                self.session.iterate()
+                new = len(self.text) - before[0]
+                for list_, clock, start in (
+                    (self.seconds, time.perf_counter, before[1]),
+                    (self.cpu_seconds, time.process_time, before[2]),
+                ):
+                    spent = clock() - start
+                    list_.extend([(list_[-1] if list_ else 0.0) + spent] * new)
 
 
-WARM_UP_TOKENS = 24
+def interleave(runs: Mapping[str, SteppedRun], tokens: int) -> None:
+    """Advance runs of one target in turns, every other round in reverse order."""
+    for turn, reached in enumerate(range(TURN, tokens + TURN, TURN)):
+        names = list(runs) if turn % 2 == 0 else list(runs)[::-1]
+        for name in names:
+            runs[name].advance(min(reached, tokens))
 
 
-@dataclass
-class GateBenchmark:
-    """Measure contexts one after another, one prompt at a time."""
-
-    model: PreTrainedModel
-    ways: Mapping[str, tuple[Any, bool]]  # drafts by name, and whether they have a gate; `PLAIN` is one of them
-    prompts: PrefilledPrompts  # where decoding starts; one per repeat
-    tokens: int  # tokens per run, the first one apart
-    repeats: int  # texts per context
-
-    def measure(self, context: int, results: Run) -> None:
-        """One record per way to decode.
-
-        A step's cost is its time over the median of the plain loop's steps in the same turn: the unit follows the
-        machine. Medians of the costs leave out disturbances of single steps, so the accounted time, the number of steps
-        of each kind times their median cost, is that of the choice of steps.
-        """
-        self._repeat(0, context, WARM_UP_TOKENS)
-        repeats = [self._repeat(repeat, context, self.tokens) for repeat in range(self.repeats)]
-        steps = pd.DataFrame(
-            {"text": text, "method": name, **step}
-            for text, runs in enumerate(repeats)
-            for name, run in runs.items()
-            for step in run.steps
-        )
-        turn = ["text", "turn"]
-        steps = steps.join(steps[steps.method == PLAIN].groupby(turn).seconds.median().rename("unit"), on=turn)
-        steps["cost"] = steps.seconds / steps.unit
-        wall, cpu = (steps.pivot_table(clock, "text", "method", "sum") for clock in ("seconds", "cpu_seconds"))
-        for name in self.ways:
-            own, last = steps[steps.method == name], repeats[-1][name].session.stats
-            kinds = own.groupby("kind", sort=False).cost.agg(steps="size", cost="median")
-            accounted = (kinds.steps * kinds.cost).sum() / (steps.method == PLAIN).sum()
-            kinds.steps /= len(repeats)
-            ungated = name.removesuffix(GATED) + UNGATED
-            rivals = [PLAIN, ungated] if name.endswith(GATED) and ungated in wall else [PLAIN]
-            base = wall[rivals].sum().idxmin()  # the choice of a perfect gate, as measured
+def measure(
+    model: PreTrainedModel,
+    ways: Mapping[str, Any],
+    prompts: list[torch.Tensor],
+    lengths: list[int],
+    temperature: float,
+    results: Run,
+    **labels: Any,
+) -> None:
+    """Write one record for each way to decode and each number of tokens; `PLAIN` is one of the `ways`."""
+    how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    rows = []
+    for number, prompt in enumerate(prompts):
+        gate._kept.clear()
+        gate._costs.clear()
+        names = rotated(list(ways), number)  # another way to decode goes first in the next text
+        runs = {name: SteppedRun(model, ways[name], prompt, max(lengths), **how) for name in names}
+        interleave(runs, max(lengths))
+        for name, run in runs.items():
+            run.session.complete_stats()
+            run.session.drafter.keep()
+            stats = run.session.stats
+            for length in lengths:
+                row = {"method": name, "tokens": length, "text": number, "same": run.text == runs[PLAIN].text}
+                row |= {"seconds": run.seconds[length - 2], "cpu": run.cpu_seconds[length - 2]}
+                row |= {"tau": stats.mean_acceptance_length, "nodes": stats.nodes_per_step, "said": stats.speedup}
+                row |= {"expected": stats.num_expected_tokens, "emitted": stats.num_emitted_tokens}
+                rows.append(row | {"plain": stats.num_plain_steps})
+    table = pd.DataFrame(rows)
+    for length in lengths:
+        of_length = table[table.tokens == length].pivot(index="text", columns="method")
+        for name in ways:
+            own = of_length.xs(name, axis=1, level=1)
+            base = of_length.xs(PLAIN, axis=1, level=1)
             results.write(
                 "gate",
-                context=context,
+                **labels,
+                temperature=temperature,
+                tokens=length,
                 method=name,
-                tokens_per_second=significant(self.tokens * len(repeats) / wall[name].sum()),
-                time_over_plain=mean_interval(list(wall[name] / wall[PLAIN])),
-                cpu_over_plain=mean_interval(list(cpu[name] / cpu[PLAIN])),
-                accounted_over_plain=significant(accounted),
-                kinds={kind: {key: significant(value) for key, value in of.items()} for kind, of in kinds.iterrows()},
-                faster=base,
-                time_over_faster=mean_interval(list(wall[name] / wall[base])),
-                tau=significant(last.mean_acceptance_length),
-                same_texts=sum(runs[name].text == runs[PLAIN].text for runs in repeats),
-                texts=len(repeats),
-                decisions=[asdict(decision) for decision in last.gate_decisions],
+                tokens_per_second=significant((length - 1) * len(own) / own.seconds.sum()),
+                speedup=mean_interval(list(base.seconds / own.seconds)),
+                cpu_speedup=mean_interval(list(base.cpu / own.cpu)),
+                tau=significant(own.tau.mean()),
+                nodes=significant(own.nodes.mean()),
+                plain_steps=significant(own.plain.mean()),
+                expected_over_emitted=significant(own.expected.sum() / max(1, own.emitted.sum())),
+                same_texts=int(own.same.sum()),
+                texts=len(own),
             )
 
-    def _repeat(self, repeat: int, context: int, tokens: int) -> dict[str, SteppedRun]:
-        runs = {}
-        for name in rotated(list(self.ways), repeat):  # another way to decode goes first in the next repeat
-            draft, gated = self.ways[name]
-            draft.generation_config.gate = gated
-            row = repeat % len(self.prompts.tokens)
-            runs[name] = SteppedRun(self.model, draft, self.prompts, row, context, repeat, tokens)
-        interleave(runs, tokens)
-        return runs
+
+def chat_prompts(target: str, task: str, length: int, count: int) -> list[torch.Tensor]:
+    """Return prompts of a task about Python modules of the standard library, of about `length` tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    modules = (argparse, inspect, tarfile, pd.core.algorithms, torch.nn.functional)
+    prompts = []
+    for number in range(count):
+        source = tokenizer(inspect.getsource(modules[number % len(modules)]))["input_ids"]
+        text, place = tokenizer.decode(source[: length - 60]), PLACES[number % len(PLACES)]
+        message = [{"role": "user", "content": TASKS[task].format(text=text, place=place)}]
+        made = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        prompts.append(made["input_ids"])
+    return prompts
 
 
-CHAIN, WIDE = [1, 1], [4, 4, 4, 3]
-DRAFT = harness.HUB_CARDS / "tiny-longspec"
-PROMPTS, TOKENS = 6, 1000  # tokens per run
+def ways_for(model: PreTrainedModel, folders: list[str], fixed: bool) -> dict[str, Any]:
+    """Return the drafts by name: those without weights, and those of folders; with `fixed`, also without a gate."""
 
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = harness.parser(__doc__, "gate", minutes=20, repeats=6, prompts=True)
-    parser.add_argument("--contexts", type=harness.integers, default="1024,4096,15872", help="default: %(default)s")
-    args = parser.parse_args(arguments)
-    model = harness.load_target(args.target, torch.float32)
-    tokens, origin = harness.load_prompts(args.target, args.data, max(args.contexts), PROMPTS)
-    settings = {"tokens": TOKENS, "repeats": args.repeats, "chain": CHAIN, "wide": WIDE, **origin}
-    with harness.start(args, "gate", settings) as results:
-        prompts = harness.prefilled(model, tokens, results)
-        benchmark = GateBenchmark(model, make_ways(model), prompts, TOKENS, args.repeats)
-        for context in results.in_time(sorted(args.contexts), lambda context: {"context": context}):
-            benchmark.measure(context, results)
-
-
-def make_ways(model: PreTrainedModel) -> dict[str, tuple[Any, bool]]:
-    """The drafts with their gates; those that are known to be slow have no way without it."""
-
-    def trained(widths: list[int]) -> Any:
-        draft = hf_longspec.LongSpecDraftModel.from_pretrained(DRAFT, dtype=model.dtype)
-        draft.generation_config.tree_widths = widths
+    def without_gate(draft: Any) -> Any:
+        draft.generation_config.gate = False
         return draft
 
     torch.manual_seed(0)  # of the random weights
-    chain, wide, ngrams = trained(CHAIN), trained(WIDE), hf_longspec.NgramDraftModel.from_target(model)
-    return {
-        PLAIN: (hf_longspec.PlainDraftModel.from_target(model), False),
-        "random draft" + GATED: (hf_longspec.LongSpecDraftModel.from_target(model), True),
-        "trained draft" + GATED: (chain, True),
-        "trained draft" + UNGATED: (chain, False),
-        "n-grams" + GATED: (ngrams, True),
-        "n-grams" + UNGATED: (ngrams, False),
-        "trained draft, wide" + GATED: (wide, True),
-        "trained draft, wide" + UNGATED: (wide, False),
+    makers = {
+        "n-grams": lambda: hf_longspec.NgramDraftModel.from_target(model),
+        "SpecAttn": lambda: hf_longspec.SpecAttnDraftModel.from_target(model),
+        "SpecAttn, int4": lambda: harness.open_draft("self-int4", model),
+        "random LongSpec": lambda: hf_longspec.LongSpecDraftModel.from_target(model),
+        **{
+            folder.rstrip("/").rsplit("/", 1)[-1]: lambda folder=folder: harness.open_draft(folder, model)
+            for folder in folders
+        },
     }
+    ways = {PLAIN: without_gate(hf_longspec.PlainDraftModel.from_target(model))}
+    for name, make in makers.items():
+        try:
+            ways[name] = make()
+        except ValueError:  # no layer of a small target can be rounded
+            continue
+        if fixed:
+            ways[name + FIXED] = without_gate(make())
+    return ways
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = harness.parser(__doc__, "gate", minutes=20, prompts=True)
+    parser.add_argument("--contexts", type=harness.integers, default="1024,4096,15872", help="default: %(default)s")
+    parser.add_argument("--tasks", type=harness.names, help=f"of {', '.join(TASKS)}, in place of held-out text")
+    parser.add_argument("--prompt", type=int, default=700, help="tokens of the prompt of a task (default: %(default)s)")
+    parser.add_argument("--tokens", type=harness.integers, default="64,256", help="default: %(default)s")
+    parser.add_argument("--temperatures", default="0", help="default: %(default)s")
+    parser.add_argument("--texts", type=int, default=5, help="texts of each cell (default: %(default)s)")
+    parser.add_argument("--draft", action="append", default=[], help="folder of a trained draft; repeatable")
+    parser.add_argument("--fixed", action="store_true", help="also without a gate")
+    args = parser.parse_args(arguments)
+    model = harness.load_target(args.target, torch.float32)
+    settings = {"tokens": args.tokens, "texts": args.texts, "target": args.target.rstrip("/").rsplit("/", 1)[-1]}
+    with harness.start(args, "gate", settings) as results:
+        ways = ways_for(model, args.draft, args.fixed)
+        threads = torch.get_num_threads()
+        cells: list[tuple[str, Any]] = [(task, None) for task in args.tasks or ()]
+        if not args.tasks:
+            tokens, _ = harness.load_prompts(args.target, args.data, max(args.contexts), args.texts)
+            cells = [(str(context), [row[None, :context] for row in tokens]) for context in sorted(args.contexts)]
+        for label, prompts in cells:
+            prompts = prompts or chat_prompts(args.target, label, args.prompt, args.texts)
+            for temperature in map(float, args.temperatures.split(",")):
+                cell = {"task": label, "threads": threads}
+                measure(model, ways, prompts, args.tokens, temperature, results, **cell)
 
 
 if __name__ == "__main__":

@@ -103,34 +103,40 @@ def memory_tables(records: Sequence[Record]) -> list[str]:
     return [memory_headline(records), *chain(*([title, table(own, columns)] for title, own in rows.items() if own))]
 
 
-GATED, UNGATED = ", gated", ", ungated"  # suffixes of the names of ways to decode
-
-
-def _percent(key: str) -> Callable[[Record], str]:
-    """A column: a ratio as a difference in per cent, with half of its interval."""
-    return lambda row: f"{row[key]['mean'] - 1:+.1%} ± {(row[key]['high'] - row[key]['low']) / 2:.1%}"
+def _speedup(key: str) -> Callable[[Record], str]:
+    """A column: a mean ratio, with half of its interval."""
+    return lambda row: f"{row[key]['mean']:.2f} ± {(row[key]['high'] - row[key]['low']) / 2:.2f}"
 
 
 GATE: Columns = {
-    "context": "context",
-    "method": "method",
+    "task or context": "task",
+    "threads": "threads",
+    "temperature": "temperature",
+    "tokens": "tokens",
+    "draft": "method",
     "tokens/s": "{tokens_per_second:.1f}",
-    "time over plain loop": _percent("time_over_plain"),
-    "CPU time": _percent("cpu_over_plain"),
-    "accounted": lambda row: f"{row['accounted_over_plain'] - 1:+.1%}",
-    "over the faster one": lambda row: (
-        f"{_percent('time_over_faster')(row)} over {row['faster']}" if row["method"].endswith(GATED) else ""
-    ),
-    "same text": "{same_texts}/{texts}",
+    "over no draft": _speedup("speedup"),
+    "in CPU time": _speedup("cpu_speedup"),
     "tau": "{tau:.2f}",
-    "steps, cost in plain steps": lambda row: ", ".join(
-        f"{kind['steps']:.0f} {name} at {kind['cost']:.2f}" for name, kind in row["kinds"].items()
-    ),
-    "decisions": lambda row: ", ".join(
-        f"{decision['choice']} at {decision['length']}" for decision in row["decisions"]
-    ),
+    "nodes": "{nodes:.1f}",
+    "plain steps": "{plain_steps:.0f}",
+    "expected / real tokens": "{expected_over_emitted:.2f}",
+    "same text": "{same_texts}/{texts}",
 }
-GATE_QUOTED = ("context", "method", "time over plain loop", "over the faster one", "same text")
+GATE_QUOTED = (
+    *("task or context", "threads", "temperature", "tokens", "draft"),
+    *("over no draft", "tau", "nodes", "expected / real tokens", "same text"),
+)
+    "task or context",
+    "threads",
+    "temperature",
+    "tokens",
+    "draft",
+    "over no draft",
+    "tau",
+    "nodes",
+    "same text",
+)
 
 
 def _table_of(rows: Callable[[Sequence[Record]], Sequence[Record]], columns: Columns) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import hf_longspec
 from benchmarks import hybrid, read_yaml, verification
 from benchmarks.acceptance import measure, plan
 from benchmarks.decoder import MODES, Decoder, Decoding
-from benchmarks.gate import GateBenchmark
+from benchmarks.gate import FIXED, ways_for
+from benchmarks.gate import measure as measure_gate
 from benchmarks.long_generation import LongBenchmark, LongRow
 from benchmarks.random_inputs import Shape
 from benchmarks.records import of_kind
@@ -67,19 +68,16 @@ def test_every_setting_of_the_acceptance_suite_is_one_of_its_draft():
 
 
 def test_gate(target, prompts, run):
-    """Ways to decode run as they are named, change no text, and are accounted in steps of the plain loop."""
-    plain, draft = hf_longspec.PlainDraftModel.from_target(target), hf_longspec.NgramDraftModel.from_target(target)
-    useless = hf_longspec.LongSpecDraftModel.from_target(target, tree_widths=[3, 2])
-    ways = {PLAIN: (plain, False), "useless, gated": (useless, True), "draft, ungated": (draft, False)}
-    rows, _ = run("gate", lambda to: GateBenchmark(target, ways, prompts, tokens=30, repeats=3).measure(30, to))
-    rows = {row["method"]: row for row in rows}
-    assert list(rows) == list(ways) and all(row["same_texts"] == row["texts"] == 3 for row in rows.values())
-    assert rows[PLAIN]["kinds"] == {"plain": {"steps": 30, "cost": rows[PLAIN]["kinds"]["plain"]["cost"]}}
-    for row in rows.values():  # in steps of the plain loop, which takes 30
-        cost = sum(kind["steps"] * kind["cost"] for kind in row["kinds"].values())
-        assert row["accounted_over_plain"] == pytest.approx(cost / 30, rel=5e-3)
-    assert rows["useless, gated"]["kinds"]["plain"]["steps"] >= 4  # a call begins with them
-    assert list(rows["draft, ungated"]["kinds"]) == ["speculation"] and rows["useless, gated"]["faster"] == PLAIN
+    """Drafts change no text, and those without a gate draft in every step."""
+    ways = ways_for(target, [], fixed=True)
+    texts = [row[None, :30] for row in prompts.tokens[:2]]
+    rows, _ = run("gate", lambda to: measure_gate(target, ways, texts, [8, 20], 0.0, to, task="30", threads=1))
+    assert [row["method"] for row in rows] == [*ways] * 2 and len(ways) == 7
+    assert all(row["same_texts"] == row["texts"] == 2 for row in rows)
+    by_name = {row["method"]: row for row in rows if row["tokens"] == 20}
+    assert by_name[PLAIN]["speedup"]["mean"] == 1 and by_name[PLAIN]["plain_steps"] == 0
+    assert by_name["random LongSpec"]["plain_steps"] >= 2  # a call begins with them
+    assert by_name["random LongSpec" + FIXED]["plain_steps"] == 0
 
 
 def test_long_generation(target, prompts, run):
