@@ -125,7 +125,7 @@ def measure(
             for length in lengths:
                 row = {"method": name, "tokens": length, "text": number, "same": run.text == runs[PLAIN].text}
                 row |= {"seconds": run.seconds[length - 2], "cpu": run.cpu_seconds[length - 2]}
-                row |= {"tau": stats.mean_acceptance_length, "nodes": stats.nodes_per_step, "said": stats.speedup}
+                row |= {"tau": stats.mean_acceptance_length, "nodes": stats.mean_num_nodes, "said": stats.speedup}
                 row |= {"expected": stats.num_expected_tokens, "emitted": stats.num_emitted_tokens}
                 rows.append(row | {"plain": stats.num_plain_steps})
     table = pd.DataFrame(rows)

@@ -127,16 +127,6 @@ GATE_QUOTED = (
     *("task or context", "threads", "temperature", "tokens", "draft"),
     *("over no draft", "tau", "nodes", "expected / real tokens", "same text"),
 )
-    "task or context",
-    "threads",
-    "temperature",
-    "tokens",
-    "draft",
-    "over no draft",
-    "tau",
-    "nodes",
-    "same text",
-)
 
 
 def _table_of(rows: Callable[[Sequence[Record]], Sequence[Record]], columns: Columns) -> dict[str, Any]:

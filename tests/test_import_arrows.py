@@ -47,9 +47,9 @@ SHARED = {"shared"}
 DRAFT_FOLDERS = {path.parent.name for path in ROOT.glob("modeling/*/__init__.py")} - SHARED
 
 # Of the special cases of a call, those that others build on: the trial of layers, what is known of hooks and of the
-# forwards of plain `generate`, and recurrences.
+# forwards of plain `generate`, recurrences, and the costs of steps.
 SPECIAL_CASES = ["generation", "special_cases"]
-SHARED_CASES = {"trial", "hooks", "stock_forwards", "recurrences", "fixed_states"}
+SHARED_CASES = {"trial", "hooks", "stock_forwards", "recurrences", "fixed_states", "costs"}
 
 # Packages that `pip install transformers torch` installs.
 ALWAYS_THERE = {"torch", "transformers", "huggingface_hub", "safetensors", "tokenizers", "numpy", "tqdm", "packaging"}

@@ -130,27 +130,6 @@ class Drafter(CandidateGenerator):
         return widths
 
     @property
-    def has_levels(self) -> bool:
-        """Whether trees have all nodes of their levels, one level after the other."""
-        return bool(self.largest) and 1 + sum(self.level_sizes(self.largest)) == self.num_nodes
-
-    def nodes_of(self, widths: Sequence[int]) -> int:
-        """Return the number of nodes of a tree with so many candidates in each level, root included."""
-        return min(self.num_nodes, 1 + sum(self.level_sizes(widths)))
-
-    def ranks_of(self, nodes: Sequence[int], widths: Sequence[int]) -> list[int]:
-        """Return for the nodes of a path, from the first level on, which candidate each is, as far as they are its."""
-        if not self.has_levels:
-            return [0] * len(nodes)
-        first, ranks = 1, list[int]()
-        for node, size, width in zip(nodes, self.level_sizes(widths), widths, strict=False):
-            if not first <= node < first + size:
-                break
-            ranks.append((node - first) % width)
-            first += size
-        return ranks
-
-    @property
     def seed_tokens(self) -> int:
         """Number of last prompt tokens that run as a verification, so that the drafter can observe them."""
         return 1

@@ -107,7 +107,7 @@ class SpeculationStats:
         return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
-    def nodes_per_step(self) -> float:
+    def mean_num_nodes(self) -> float:
         """Nodes per row-step that speculated, root included; 0 before the first verification."""
         return 1 + self.num_draft_tokens / self.num_spec_steps if self.num_spec_steps else 0.0
 
@@ -150,7 +150,7 @@ class SpeculationStats:
         sums = asdict(replace(self, partial_sequences=None, emitted_per_step=[], drafted_per_step=[]))
         for name in ("partial_sequences", "emitted_per_step", "drafted_per_step"):
             del sums[name]
-        ratios = "mean_acceptance_length", "draft_acceptance_rate", "nodes_per_step", "rest_seconds"
+        ratios = "mean_acceptance_length", "draft_acceptance_rate", "mean_num_nodes", "rest_seconds"
         return sums | {name: getattr(self, name) for name in (*ratios, "tokens_per_second")}
 
     def __str__(self) -> str:

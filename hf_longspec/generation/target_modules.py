@@ -65,9 +65,9 @@ def structure_of(model: nn.Module) -> list[Any]:
         values, kind = vars(module := pending.pop()), type(module)
         kinds[kind] = None
         state += kind, *values["_modules"]
-        names = values.keys() - OF_MODULES
+        names = [name for name in values if name not in OF_MODULES]  # in their order
         if LONGEST in values:  # which dynamic rotary embeddings note in every forward, also for each kind of layer
-            names = {name for name in names if not name.endswith(LONGEST)}
+            names = [name for name in names if not name.endswith(LONGEST)]
         for value in map(values.__getitem__, names):
             if type(value) in PLAIN:
                 state.append(value)

@@ -136,7 +136,7 @@ def test_what_the_gate_did_is_reported(plain_run):
     stats = out.speculation
     assert stats.num_emitted_tokens + stats.num_plain_steps == 249
     assert stats.num_forwards == stats.num_spec_steps + stats.num_plain_steps
-    assert stats.nodes_per_step == 1 + stats.num_draft_tokens / stats.num_spec_steps
+    assert stats.mean_num_nodes == 1 + stats.num_draft_tokens / stats.num_spec_steps
     assert 1 < stats.num_expected_tokens / stats.num_spec_steps <= 5
     assert f"{stats.num_plain_steps} plain steps" in str(stats) and f"{stats.speedup:.2f}x of no draft" in str(stats)
     assert json.loads(json.dumps(stats.to_dict()))["speedup"] == stats.speedup > 0

@@ -131,7 +131,7 @@ class SpeculationGate:
 
     def tokens(self, widths: Sequence[int]) -> float:
         """Return the tokens per row that a step with a tree of these widths is expected to emit."""
-        return self.chances.tokens(widths if self._drafter.has_levels else [1] * len(widths))
+        return self.chances.tokens(widths if has_levels(self._drafter) else [1] * len(widths))
 
     def _surely(self, tokens: Callable[..., float], *inputs: Any) -> float:
         """Return the result of a function by lower bounds of all chances."""
@@ -211,8 +211,11 @@ class SpeculationGate:
         own = nodes if drafter.first_ngram_node is None else drafter.first_ngram_node
         for kept, tokens in zip(verification.nodes, verification.tokens, strict=True):
             if tokens:
-                ranks = drafter.ranks_of([node for node in kept[1:] if node < own], self.widths)
-                self.chances.add_path(self.widths if drafter.has_levels else [1] * len(self.widths), ranks)
+                path = [node for node in kept[1:] if node < own]
+                if has_levels(drafter):
+                    self.chances.add_path(self.widths, ranks := ranks_of(drafter, path, self.widths))
+                else:
+                    self.chances.add_path([1] * len(self.widths), ranks := [0] * len(path))
                 self.chances.extra += FADING * (len(tokens) - 1 - len(ranks) - self.chances.extra)
 
 
@@ -226,11 +229,31 @@ def choices(drafter: Any, is_captured: bool) -> list[tuple[Sequence[int], int]]:
     if not largest:  # it always drafts the same
         return [((1,) * drafter.max_depth, drafter.num_nodes)]
     most, depths = max(largest), range(1, len(largest) + 1)
-    bounds = [min(most, 2**power) for power in range(most.bit_length() + 1)] if drafter.has_levels else [most]
+    bounds = [min(most, 2**power) for power in range(most.bit_length() + 1)] if has_levels(drafter) else [most]
     if is_captured:
         bounds, depths = [bounds[0], most], depths[-1:]
     found = {tuple(min(bound, width) for width in largest[:depth]): None for bound in bounds for depth in depths}
-    return [(widths, drafter.nodes_of(widths)) for widths in found]
+    return [(widths, min(drafter.num_nodes, 1 + sum(drafter.level_sizes(widths)))) for widths in found]
+
+
+def has_levels(drafter: Any) -> bool:
+    """Return whether the trees of a drafter have all nodes of their levels, one level after the other."""
+    return bool(drafter.largest) and 1 + sum(drafter.level_sizes(drafter.largest)) == drafter.num_nodes
+
+
+def ranks_of(drafter: Any, path: Sequence[int], widths: Sequence[int]) -> list[int]:
+    """Return which candidate of its level each node of a path is, from the first level on, as far as they are in one.
+
+    >>> ranks_of(Drafter(None), [2, 4, 9], [3, 2])
+    [1, 0]
+    """
+    first, ranks = 1, list[int]()
+    for node, size, width in zip(path, drafter.level_sizes(widths), widths, strict=False):
+        if not first <= node < first + size:
+            break
+        ranks.append((node - first) % width)
+        first += size
+    return ranks
 
 
 def shortened(paths: Sequence[Match], nodes: Sequence[tuple[float, int]]) -> list[Sequence[int]]:
