@@ -25,7 +25,7 @@ class Machine:
         verifying: Seconds of a verification, given the number of nodes.
         drafting: Seconds of drafting, given the number of levels.
         rate: Chance that the best candidate of a level is right, given the number of tokens so far. The next ones are
-            right with this chance where all better ones are wrong.
+            right with the chance `further`, by default the same, where all better ones are wrong.
         largest: Number of candidates of each level.
         load: Factor of the time of a step, given a source of random numbers.
     """
@@ -33,6 +33,7 @@ class Machine:
     def __init__(self, verifying, drafting, rate, largest=(1,) * 4, load=lambda _: 1.0, seed=0, is_captured=False):
         self.verifying, self.drafting, self.rate, self.load = verifying, drafting, rate, load
         self.random = random.Random(seed)
+        self.further = None
         self.drafter = Levels(largest)
         self.costs = {}
         self.gate = SpeculationGate(self.drafter, self.costs_of, is_captured=is_captured)
@@ -49,7 +50,8 @@ class Machine:
         widths = self.gate.widths if drafts else ()
         path, rate = [0], self.rate(self.emitted)
         for depth, width in enumerate(widths):
-            rank = next((rank for rank in range(width) if self.random.random() < rate), None)
+            further = rate if self.further is None else self.further
+            rank = next((rank for rank in range(width) if self.random.random() < (further if rank else rate)), None)
             if rank is None:
                 break
             path.append(1 + sum(widths[:depth]) + rank)
@@ -78,10 +80,11 @@ class Machine:
     def best(self):
         """Return the seconds per token of the best fixed tree or of plain steps, without load."""
         rate, seconds = self.rate(0), [self.verifying(1)]
+        further = rate if self.further is None else self.further
         for widths, nodes in choices(self.drafter, self.gate.is_captured):
             reached, tokens = 1.0, 1.0
             for width in widths:
-                reached *= 1 - (1 - rate) ** width
+                reached *= 1 - (1 - rate) * (1 - further) ** (width - 1)
                 tokens += reached
             seconds.append((self.verifying(nodes) + self.drafting(len(widths))) / tokens)
         return min(seconds)
