@@ -52,7 +52,7 @@ def replayed(plain: float, nodes: int, milliseconds: float, widths: tuple[int, .
     costs = line((1, plain), (nodes, milliseconds))
     speeds, against, steps = [], [], Counter[tuple[int, ...]]()
     for seed in SEEDS:
-        machine = Machine(costs, lambda levels: 0.0, always(chance), widths, seed=seed, is_captured=True)
+        machine = Machine(costs, lambda levels: 0.0, always(chance), widths, seed=seed, sizes=2)
         machine.further = 0.4 * chance
         machine.run(TOKENS)
         steps.update(machine.steps)

@@ -30,13 +30,13 @@ class Machine:
         load: Factor of the time of a step, given a source of random numbers.
     """
 
-    def __init__(self, verifying, drafting, rate, largest=(1,) * 4, load=lambda _: 1.0, seed=0, is_captured=False):
+    def __init__(self, verifying, drafting, rate, largest=(1,) * 4, load=lambda _: 1.0, seed=0, sizes=0):
         self.verifying, self.drafting, self.rate, self.load = verifying, drafting, rate, load
         self.random = random.Random(seed)
         self.further = None
         self.drafter = Levels(largest)
         self.costs = {}
-        self.gate = SpeculationGate(self.drafter, self.costs_of, is_captured=is_captured)
+        self.gate = SpeculationGate(self.drafter, self.costs_of, sizes=sizes)
         self.gate.reach(1024)
         self.now, self.emitted, self.was_open, self.steps = 0.0, 0, True, []
 
@@ -81,7 +81,7 @@ class Machine:
         """Return the seconds per token of the best fixed tree or of plain steps, without load."""
         rate, seconds = self.rate(0), [self.verifying(1)]
         further = rate if self.further is None else self.further
-        for widths, nodes in choices(self.drafter, self.gate.is_captured):
+        for widths, nodes in choices(self.drafter, self.gate.sizes):
             reached, tokens = 1.0, 1.0
             for width in widths:
                 reached *= 1 - (1 - rate) * (1 - further) ** (width - 1)

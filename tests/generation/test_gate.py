@@ -38,7 +38,7 @@ class TestFixedChoices:
     def test_with_captured_sizes(self, rate):
         """Verification takes one of three times, and there are two trees."""
         stepped = lambda nodes: 1.0 if nodes <= 8 else 1.5 if nodes <= 16 else 2.5  # noqa: E731
-        machines = [Machine(stepped, per_draft, always(rate), TREE, seed=seed, is_captured=True) for seed in SEEDS]
+        machines = [Machine(stepped, per_draft, always(rate), TREE, seed=seed, sizes=2) for seed in SEEDS]
         for machine in machines:
             machine.run(1000)
             assert {*machine.steps} <= {(), CHAIN, TREE}
@@ -169,10 +169,11 @@ class TestNgrams:
 
 
 def test_trees_that_a_drafter_may_draft():
-    assert [widths for widths, _ in choices(Levels((1, 1, 1)), False)] == [(1,), (1, 1), (1, 1, 1)]
-    found = choices(Levels((4, 2)), False)
+    assert [widths for widths, _ in choices(Levels((1, 1, 1)))] == [(1,), (1, 1), (1, 1, 1)]
+    found = choices(Levels((4, 2)))
     assert found == [((1,), 2), ((1, 1), 3), ((2,), 3), ((2, 2), 5), ((4,), 5), ((4, 2), 7)]
-    assert choices(Levels((4, 2)), True) == [((1, 1), 3), ((4, 2), 7)]
+    assert choices(Levels((4, 2)), 2) == [((1, 1), 3), ((4, 2), 7)]
+    assert choices(Levels((4, 2)), 1) == [((4, 2), 7)]
 
 
 def test_a_drafter_of_the_root_alone_has_no_gate():

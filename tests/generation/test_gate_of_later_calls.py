@@ -22,8 +22,8 @@ def gates(monkeypatch):
     """Pairs of the gate of each call and the one that it continues. Drafting steps take ten times as long as others."""
     made, now = [], [0.0]
 
-    def make(drafter, costs_of, ranks, is_captured, last):
-        made.append((gate_of(drafter, costs_of, ranks, is_captured, last), last))
+    def make(drafter, costs_of, ranks, sizes, last):
+        made.append((gate_of(drafter, costs_of, ranks, sizes, last), last))
         propose = type(drafter).propose
         monkeypatch.setattr(
             drafter, "propose", lambda root: now.__setitem__(0, now[0] + 10.0) or propose(drafter, root)

@@ -1,7 +1,8 @@
 """What the gate knows: seconds of steps by their size, and the chance that a drafted token is accepted.
 
-[`Costs`] are measured from the steps that run anyway. Other programs only make a step slower, so the fastest of several
-counts, and a larger step bounds the smaller ones. [`Chances`] are shares of recent trials, which begin with a prior.
+[`Costs`] are measured from the steps that run anyway: medians of the last ones, which grow with the size. Medians are
+right beside other programs, too, as these make steps of all sizes slower. [`Chances`] are shares of recent trials,
+which begin with a prior.
 """
 
 from collections import deque
@@ -172,9 +173,8 @@ class Chances:
 
     def level(self, depth: int, width: int) -> float:
         """Return the chance that one of the best `width` nodes of a level is accepted, if the level above was."""
-        prior = (
-            self.first if depth == 0 else self._levels.get((depth - 1, 1, self.is_careful)) or self.level(depth - 1, 1)
-        )
+        above = (depth - 1, 1, self.is_careful)
+        prior = self.first if not depth else self._levels.get(above) or self.level(depth - 1, 1)
         chance, count = self.of((depth, 1), prior), 1
         while count < width:
             count = min(2 * count, width)

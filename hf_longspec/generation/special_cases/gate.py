@@ -51,7 +51,7 @@ class SpeculationGate:
         costs_of (`Callable`): Function of the power of two of a length, and of the [`Costs`] of shorter texts, to the
             [`Costs`] of verifications.
         ranks (`Any`, *optional*): The processes that share the target. The first measures and decides for all.
-        is_captured (`bool`, *optional*): Whether a graph is captured for each size, so that few sizes are tried.
+        sizes (`int`, *optional*): Number of sizes of trees that are tried, if each takes a graph: 1 or 2; 0 for all.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class SpeculationGate:
         drafter: Any,
         costs_of: Callable[[int, Costs | None], Costs],
         ranks: Any = None,
-        is_captured: bool = False,
+        sizes: int = 0,
     ):
-        self.ranks, self.is_captured, self._costs_of = ranks, is_captured, costs_of
+        self.ranks, self.sizes, self._costs_of = ranks, sizes, costs_of
         self.costs, self._power = Costs(), 0
         self.chances = Chances(drafter.first_chance)
         self.credit, self.expected = CREDIT, 1.0
@@ -73,7 +73,7 @@ class SpeculationGate:
     def resume(self, drafter: Any) -> None:
         """Begin another call of the same kind with what is known."""
         self._drafter = drafter
-        self._choices = choices(drafter, self.is_captured)
+        self._choices = choices(drafter, self.sizes)
         self.widths = self._choices[-1][0]
         # seconds of plain steps that emit as much as all steps of this call, and of these steps
         self.worth = self.seconds = 0.0
@@ -126,8 +126,8 @@ class SpeculationGate:
 
     @property
     def _reach(self) -> float:
-        """Most nodes that are tried. Where graphs are captured, all sizes are, as there are two."""
-        return float("inf") if self.is_captured else max(self._choices[0][1], REACH * self.costs.largest)
+        """Most nodes that are tried; all if there are few sizes."""
+        return float("inf") if self.sizes else max(self._choices[0][1], REACH * self.costs.largest)
 
     def tokens(self, widths: Sequence[int]) -> float:
         """Return the tokens per row that a step with a tree of these widths is expected to emit."""
@@ -167,7 +167,7 @@ class SpeculationGate:
             tokens += sum(row[count - 1][0] for row in gains if len(row) >= count) / len(rows)
             if nodes + count > self._reach:
                 break
-            if self.is_captured and count < most:
+            if self.sizes and count < most:
                 continue
             seconds = drafting + self.costs(nodes + count)
             if tokens / seconds <= rate:
@@ -219,19 +219,19 @@ class SpeculationGate:
                 self.chances.extra += FADING * (len(tokens) - 1 - len(ranks) - self.chances.extra)
 
 
-def choices(drafter: Any, is_captured: bool) -> list[tuple[Sequence[int], int]]:
+def choices(drafter: Any, sizes: int = 0) -> list[tuple[Sequence[int], int]]:
     """Return the trees that a drafter can draft, as the widths of their levels and their number of nodes.
 
-    Their levels are those of the largest tree, or the first ones, and have at most 1, 2, 4, ... nodes each. If a graph
-    is captured for each, there are two: the largest tree, and a chain.
+    Their levels are those of the largest tree, or the first ones, and have at most 1, 2, 4, ... nodes each. Two sizes
+    are the largest tree and a chain, and one is the largest tree.
     """
     largest = tuple(drafter.largest)
     if not largest:  # it always drafts the same
         return [((1,) * drafter.max_depth, drafter.num_nodes)]
     most, depths = max(largest), range(1, len(largest) + 1)
     bounds = [min(most, 2**power) for power in range(most.bit_length() + 1)] if has_levels(drafter) else [most]
-    if is_captured:
-        bounds, depths = [bounds[0], most], depths[-1:]
+    if sizes:
+        bounds, depths = [bounds[0], most][-sizes:], depths[-1:]
     found = {tuple(min(bound, width) for width in largest[:depth]): None for bound in bounds for depth in depths}
     return [(widths, min(drafter.num_nodes, 1 + sum(drafter.level_sizes(widths)))) for widths in found]
 
@@ -363,7 +363,7 @@ def gate_of(
     drafter: Any,
     costs_of: Callable[[int, Costs | None], Costs],
     ranks: Any = None,
-    is_captured: bool = False,
+    sizes: int = 0,
     last: SpeculationGate | None = None,
 ) -> SpeculationGate | None:
     """Return the gate of one call, the `last` of its kind; `None` if every step may speculate.
@@ -373,7 +373,7 @@ def gate_of(
     if drafter.num_nodes == 1 or (ranks is not None and not ranks.is_everyone):
         return None
     if last is None:
-        return SpeculationGate(drafter, costs_of, ranks, is_captured)
+        return SpeculationGate(drafter, costs_of, ranks, sizes)
     last.resume(drafter)
     return last
 
@@ -411,5 +411,6 @@ class Gate(SpecialCase):
 
         with _lock:
             last = _kept.get(draft, {}).get(model, {}).pop(kind, None)
-        gate = gate_of(inner, costs_of, ranks, target.steps.runner is not None, last)
+        runner = target.steps.runner  # which takes a graph for each size; to compile one takes much longer
+        gate = gate_of(inner, costs_of, ranks, 0 if runner is None else 1 if runner.compiles else 2, last)
         return inner if gate is None else GatedDrafter(inner, gate, session.stats, keep)
