@@ -24,10 +24,13 @@ import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from transformers.utils import logging
 
 from ..call import PACKED
 from ..drafter import DrafterAround
 from ..special_case import SpecialCase
+
+logger = logging.get_logger(__name__)
 
 # Rows up to which products are packed, and the smallest weight, in numbers.
 MOST_ROWS, FEWEST = 64, 2**16
@@ -167,6 +170,7 @@ def packable(module: nn.Module) -> bool:
 def packed_products(*models: nn.Module) -> Iterator[None]:
     """Bind the products of models that this thread runs while the context is open."""
     bound: list[tuple[nn.Module, Any]] = []
+    before = packed_bytes()
     try:
         for module in (module for model in models for module in model.modules()):
             if packable(module):
@@ -182,6 +186,8 @@ def packed_products(*models: nn.Module) -> Iterator[None]:
         for module, product in bound:
             if vars(module).get("forward") is product:
                 del vars(module)["forward"]
+        if (now := packed_bytes()) > before:
+            logger.info("%d MiB of weights have packed copies, as that is faster; compile='off' keeps none", now >> 20)
 
 
 def are_bound() -> bool:
