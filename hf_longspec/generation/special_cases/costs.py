@@ -106,10 +106,6 @@ class Costs:
         samples = self._samples.get(size, ())
         return len(samples) >= MANY or (len(samples) > 0 and max(samples) <= EQUAL * min(samples))
 
-    def floor(self, size: int) -> float:
-        """Return the seconds of the largest measured size up to `size`, which bound those of a step of this size."""
-        return next((cost for point, cost in reversed(self._points) if point <= size), 0.0)
-
     def count(self, size: int) -> int:
         """Return how many steps of a size count."""
         return len(self._samples.get(size, ()))
@@ -205,11 +201,6 @@ class Chances:
             if rank >= width:
                 return
 
-    def match(self, length: int) -> float:
-        """Return the chance of the token after a match of n-grams of some tokens."""
-        place = min(length, len(MATCHES))
-        return self.of(("match", place), MATCHES[place - 1])
-
     def gains(self, paths: Sequence[Match]) -> list[tuple[float, int]]:
         """Return for each node of the paths of a row its chance and the index of its path, best first.
 
@@ -224,7 +215,8 @@ class Chances:
                 chance = max(0.0, chance - chances[min(shared + 1, len(chances) - 1)]) * self.of("second", SECOND_PATH)
             for depth in range(shared, len(path)):
                 if not index or depth > shared:
-                    chance *= self.match(length + depth)
+                    match = min(length + depth, len(MATCHES))
+                    chance *= self.of(("match", match), MATCHES[match - 1])
                 if not index:
                     chances.append(chance)
                 found.append((chance, index))

@@ -33,8 +33,6 @@ CREDIT, MOST_CREDIT, SHARE = 2.5, 16.0, 0.01
 CHECK_AFTER, GROWTH = 128, 4
 # After so many steps of a call, every fourth one decides for the next ones, too: a decision takes 0.1 ms or more.
 STEADY, DECIDE_EVERY = 32, 4
-# Each of so many speculating steps takes sizes that were never measured to be as fast as the next smaller one.
-TRY_EVERY = 16
 # Nodes of a tree over those of the largest one that was measured, and time of a step over the expected one, at most.
 REACH, OUTLIER = 4, 2.0
 # Share of what is known about a draft that is forgotten in a plain step, and in a new call.
@@ -113,12 +111,12 @@ class SpeculationGate:
             return -1
         if self._drafter.chooses_nodes:  # as soon as it has found them
             return 0 if self.credit > 0 else -1
-        plain, tries = self.costs(1), self._speculating % TRY_EVERY == TRY_EVERY - 1
+        plain = self.costs(1)
         best, rate, limit = -1, 1 / plain, (1 + self.credit) * plain
         for index, (widths, nodes) in enumerate(self._choices):
             if nodes > self._reach:
                 continue
-            seconds = self.drafting(len(widths)) + (self.costs.floor(nodes) if tries else self.costs(nodes))
+            seconds = self.drafting(len(widths)) + self.costs(nodes)
             found = self.tokens(widths) / seconds
             if found > rate and (seconds <= limit or self._surely(self.tokens, widths) * plain > seconds):
                 best, rate = index, found
