@@ -40,7 +40,7 @@ MIN_TESTS := $(addprefix tests/generation/test_,cache.py checks.py decoding.py f
 	tests/hub/test_published.py tests/cli/test_serve.py tests/test_public_api.py
 
 # What depends on the version of torch and of the triton that comes with it: graphs, operators, the interpreter.
-TORCH_MIN_TESTS := tests/attention_backends $(addprefix tests/,test_simulated_cuda.py \
+TORCH_MIN_TESTS := tests/attention_backends $(addprefix tests/, \
 	modeling/test_compiled_drafts.py) $(addprefix tests/generation/test_,compiled.py step.py \
 	on_simulated_cuda.py)
 # Float32 results of the package beside those of transformers, or of loops: sums in another order, which depends on the
