@@ -270,7 +270,7 @@ class BeamDrafter(Drafter):
             everywhere = logits.new_full((*logits.shape[:-1], self.binding.target.vocab_size), -torch.inf)
             logits = everywhere.index_copy(2, token_ids, logits)
             beam.grow(self.coupling.scores(logits, known, depth, beam.paths), width)
-        return self.cut(beam.fields(self.num_nodes), states)
+        return beam.fields(self.num_nodes)
 
     def _grow_at_once(self, inputs: tuple[torch.Tensor, ...], known: Sequence[torch.Tensor], prefix: Any) -> Any:
         """Draft a tree in one graph, if that is possible."""
@@ -284,10 +284,6 @@ class BeamDrafter(Drafter):
             return result or self.level(changing, depth, prefix)
 
         return self.grow(inputs, known, prefix, level)
-
-    def cut(self, fields: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
-        """Return the fields of a tree, maybe with some nodes made padding; `states` are results of the last level."""
-        return fields
 
     def _run(self, kind: "type[Part]", number: int, prefix: Any, *inputs: torch.Tensor) -> Any:
         """Return the result of a part of a tree, compiled or captured; `None` if that is not possible."""
