@@ -22,7 +22,7 @@ from ..attention_backends.lengths import SeqLens
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .special_case import MODES, SPECIAL_CASES, LayerTraits, VerificationMode
-from .target_modules import FORWARDS, LayerInputs, keywords_forwarded, package_of, shape_of, structure_of
+from .target_modules import FORWARDS, LayerInputs, package_of, shape_of, structure_of
 
 ATTENTION_NAME = "hf_longspec"
 # One lock per model, held while its attention implementation is switched. Re-entrant, as a criterion may call generate.
@@ -274,14 +274,12 @@ class TargetView:
         """
         with self.lock():  # before the implementation is read: another thread may have switched it
             if self._has_our_attention:
-                with keywords_forwarded(self.model):
-                    yield
+                yield
                 return
             configs = _attention_configs(self.model)
             try:
                 self.model.set_attn_implementation(name_beside(self.config._attn_implementation))
-                with keywords_forwarded(self.model):
-                    yield
+                yield
             finally:
                 for config, implementation in configs:
                     config._attn_implementation_internal = implementation

@@ -7,14 +7,9 @@ target's own hidden states, queries and logits.
 [`LayerInputs`] catches the residual stream before some layers, or after the last one. Transformers'
 `hidden_states[-1]` is the output of the final norm, and `output_hidden_states` keeps the states of all layers.
 
-An attention function gets its context as a keyword of the model's forward. The decoder layers of nemotron and stablelm
-accept keywords and do not pass them on to their attention, which would accept them. Such layers are found in the source
-of their forward, and hooks pass the keywords on.
-
 [`structure_of`] is what decisions about a model depend on, and [`foreign_code`] tells code of libraries from others.
 """
 
-import ast
 import inspect
 import re
 import sys
@@ -22,8 +17,7 @@ import textwrap
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from typing import Any, ClassVar, Self
 
@@ -37,8 +31,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache import CACHE_NAME
 
-# Keywords that this package adds to a forward.
-KEYWORDS = ("tree", "trial")
 # Attributes of every module, on which no decision depends: a mode is examined in every call, as are hooks.
 OF_MODULES = vars(nn.Module()).keys()
 # Attributes of a module that run in the place of the forward of its class, some of them if a library put them there.
@@ -173,38 +165,6 @@ def before_forward(module: nn.Module, hook: Callable[[Any, dict[str, Any]], Any]
     return module.register_forward_pre_hook(call, with_kwargs=True)
 
 
-@contextmanager
-def keywords_forwarded(model: nn.Module) -> Iterator[None]:
-    """Pass `KEYWORDS` of this thread's forwards on to every attention layer of `model` while the context is open."""
-    pairs = layers_dropping_keywords(model)
-    if not pairs:
-        yield
-        return
-    of_layer = threading.local()  # another thread may be using the same model
-
-    def note(args: Any, kwargs: dict[str, Any]) -> None:
-        of_layer.keywords = {name: kwargs[name] for name in KEYWORDS if name in kwargs}
-
-    def add(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, getattr(of_layer, "keywords", {}) | kwargs
-
-    with ExitStack() as hooks:
-        for layer, attention in pairs:
-            for module, hook in ((layer, note), (attention, add)):
-                hooks.callback(before_forward(module, hook).remove)
-        yield
-
-
-def layers_dropping_keywords(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Return the decoder layers that do not pass keywords on, each with its attention layer."""
-    return [
-        (layer, child)
-        for layer in model.modules()
-        for child in layer.children()
-        if _attends(child) and _keeps_keywords(type(layer))  # type: ignore[arg-type]
-    ]
-
-
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     """Return every attention layer of `model` by the index of its cache layer."""
     return {module.layer_idx: module for module in model.modules() if _attends(module)}  # type: ignore[misc]
@@ -212,16 +172,6 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
 
 def _attends(module: nn.Module) -> bool:
     return isinstance(getattr(module, "layer_idx", None), int) and "get_interface(" in _source(type(module))  # type: ignore[arg-type]
-
-
-@cache
-def _keeps_keywords(kind: type) -> bool:
-    """Return whether a forward accepts any keyword and passes none on."""
-    parameters = inspect.signature(kind.forward).parameters.values()  # type: ignore[attr-defined]
-    names = [parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD]
-    if not names or not (source := _source(kind)):  # transformers, too, trusts a model without source
-        return False
-    return names[0] not in (node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name))
 
 
 @cache

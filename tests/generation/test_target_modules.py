@@ -17,10 +17,7 @@ from hf_longspec.generation.target_modules import (
     LayerInputs,
     PartOfHead,
     TargetParts,
-    attention_layers,
     final_norm_of,
-    keywords_forwarded,
-    layers_dropping_keywords,
     with_final_norm_input,
 )
 from tests.robustness.enumeration import build
@@ -150,24 +147,15 @@ def test_a_forward_of_another_thread_is_not_caught():
     assert caught.hidden.shape[1] == 5
 
 
-@pytest.mark.parametrize(
-    ("context", "module_of"),
-    [
-        (lambda model: LayerInputs(model, True), final_norm_of),
-        (keywords_forwarded, lambda model: layers_dropping_keywords(model)[0][0]),
-        (keywords_forwarded, lambda model: layers_dropping_keywords(model)[0][1]),
-    ],
-    ids=["norm", "layer", "attention"],
-)
-def test_a_hook_may_be_removed_while_another_thread_calls_it(context, module_of):
+def test_a_hook_may_be_removed_while_another_thread_calls_it():
     """Torch lists the hooks of a module first, and asks for each in turn whether it takes keywords."""
-    model = build("stablelm")
-    found, tokens, contexts = [], tiny_prompts(128, (5,))[0], ExitStack()
-    module_of(model).register_forward_pre_hook(lambda *_: contexts.close())
-    contexts.enter_context(context(model))
-    assert len(module_of(model)._forward_pre_hooks) == 2
+    model = tiny_target("llama")
+    found, tokens, contexts, norm = [], tiny_prompts(128, (5,))[0], ExitStack(), final_norm_of(model)
+    norm.register_forward_pre_hook(lambda *_: contexts.close())
+    contexts.enter_context(LayerInputs(model, True))
+    assert len(norm._forward_pre_hooks) == 2
     in_threads(lambda: found.append(model(tokens).logits))
-    assert len(module_of(model)._forward_pre_hooks) == 1
+    assert len(norm._forward_pre_hooks) == 1
     torch.testing.assert_close(found, [model(tokens).logits], **EQUAL)
 
 
@@ -191,33 +179,6 @@ def test_what_is_caught_can_leave_a_graph(compiles, graphs):
     assert graphs.frame_count == compiles
     assert not final_norm_of(model)._forward_pre_hooks
     assert not target_modules._traced.caught and not target_modules._traced.wanted
-
-
-@pytest.mark.parametrize("name", ["stablelm", "nemotron"])
-class TestLayersThatKeepKeywords:
-    def seen(self, model, **keywords):
-        """The inputs of the attention layers of a forward."""
-        found = []
-        handles = [
-            module.register_forward_pre_hook(lambda _, args, kwargs: found.append(kwargs.get("tree")), with_kwargs=True)
-            for module in attention_layers(model).values()
-        ]
-        with torch.no_grad():
-            model(tiny_prompts(128, (5,))[0], use_cache=False, **keywords)
-        for handle in handles:
-            handle.remove()
-        return found
-
-    def test_keywords_are_passed_on_while_the_context_is_open(self, name):
-        model = build(name)
-        assert len(layers_dropping_keywords(model)) == model.config.num_hidden_layers
-        context = object()
-        assert set(self.seen(model, tree=context)) == {None}
-        hooks = {module: len(module._forward_pre_hooks) for module in model.modules()}
-        with keywords_forwarded(model):
-            assert set(self.seen(model, tree=context)) == {context}
-            assert set(self.seen(model)) == {None}  # nothing is left of the forward before
-        assert hooks == {module: len(module._forward_pre_hooks) for module in model.modules()}
 
 
 class Bytes(nn.Linear):
