@@ -80,13 +80,6 @@ class VerificationMode:
         """Return the traits of the layers of a model with this text config. Called in `attention`."""
         raise NotImplementedError
 
-    def ignores(self, target: Any, name: str, value: Any) -> bool:
-        """Return whether the input `value`, which the model may get as `name`, changes nothing of text after a prefix.
-
-        Without a value, the answer is for zeros at the beginning of a text.
-        """
-        raise NotImplementedError
-
     def attention(self, target: Any) -> AbstractContextManager[Any]:
         """Return the context in which nodes are verified."""
         context: AbstractContextManager[Any] = target.switched()
