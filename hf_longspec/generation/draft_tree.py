@@ -18,16 +18,13 @@ from torch import Tensor
 
 from ..attention_backends.lengths import on_device
 
-# float16 distributions over a vocabulary of 150,000 sum to 1 within this.
-Q_SUM_TOLERANCE = 1e-2
-
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
     """
     Candidate continuations of every batch row, as one tree per row.
 
-    Nothing is checked on construction, since a tree is built in every iteration. [`DraftTree.validate`] checks it.
+    Nothing is checked on construction, since a tree is built in every iteration.
 
     Args:
         tokens (`torch.LongTensor` of shape `(batch_size, num_nodes)`):
@@ -121,39 +118,6 @@ class DraftTree:
         path = self.mask[row, self.depths[row].argmax()].clone()
         path[0] = False
         return self.tokens[row][path]
-
-    def validate(self) -> None:
-        """Check the rules that the decoding loop relies on. Reads the tensors, so it is for tests and new drafters."""
-        self._validate_shapes()
-        nodes = torch.arange(self.num_nodes, device=self.tokens.device)
-        parents, valid, drafted = self.parents, self.valid, self.valid & (nodes > 0)
-        _refuse_any(~valid[:, :1], valid, "valid", "True, since the root is never padding")
-        _refuse_any(parents[:, :1] != -1, parents, "parents", "-1. Node 0 is the root and has no parent")
-        late = drafted & ((parents < 0) | (parents >= nodes))
-        _refuse_any(late, parents, "parents", "an earlier node. List every parent before its children")
-        orphans = drafted & ~valid.gather(1, parents.clamp(0, self.num_nodes - 1))
-        _refuse_any(orphans, parents, "parents", "a valid node. Mark the descendants of padding as padding too")
-        depths = tree_depths(tree_mask(parents, valid))
-        _refuse_any(depths > self.max_depth, depths, "depths", f"at most {self.max_depth}. Raise max_depth")
-        if self.is_chain:
-            broken = drafted & (parents != nodes - 1)
-            _refuse_any(broken, parents, "parents", "the previous node in a chain. Pass is_chain=False for a tree")
-        if self.q is not None:
-            total = self.q.double().sum(-1)
-            wrong = drafted & (((total - 1).abs() > Q_SUM_TOLERANCE) | (self.q < 0).any(-1))
-            _refuse_any(wrong, total, "the sum of q", "1, of terms >= 0. Pass probabilities, not scores")
-
-    def _validate_shapes(self) -> None:
-        shape, valid, q = tuple(self.tokens.shape), self.valid, self.q
-        if len(shape) != 2 or shape[1] < 1:
-            raise ValueError(f"tokens has shape {shape}, expected (batch_size, num_nodes >= 1). Include the root.")
-        for name, actual in (("parents", tuple(self.parents.shape)), ("valid", tuple(valid.shape))):
-            if actual != shape:
-                raise ValueError(f"{name} has shape {actual}, expected {shape} as tokens. Pad rows to one length.")
-        if q is not None and (q.dim() != 3 or tuple(q.shape[:2]) != shape):
-            raise ValueError(f"q has shape {tuple(q.shape)}, expected {(*shape, 'vocab_size')}. Keep a row 0.")
-        if valid.dtype != torch.bool:
-            raise ValueError(f"valid has dtype {valid.dtype}, expected torch.bool. Convert it with .bool().")
 
 
 def tree_mask(parents: Tensor, valid: Tensor | None = None, max_depth: int | None = None) -> Tensor:
@@ -349,13 +313,6 @@ def _first_equal_path(tokens: Tensor, parents: Tensor, depths: Tensor, max_depth
 def _doublings(steps: int) -> int:
     """Return how often 1 must be doubled to reach `steps`."""
     return max(steps - 1, 0).bit_length()
-
-
-def _refuse_any(bad: Tensor, values: Tensor, name: str, rule: str) -> None:
-    places = bad.nonzero().tolist()
-    if places:
-        value = values[tuple(places[0])].item()
-        raise ValueError(f"{name}{places[0]} is {value}, expected {rule}.")
 
 
 class Beam:
