@@ -113,9 +113,9 @@ class VerificationMode:
         reasons: list[str] = target.traits_by(self).reasons
         return reasons
 
-    def replaced_layers(self, target: Any) -> tuple[list[Any], str]:
-        """Return layers whose functions a verification replaces, and words for where the model's own come from."""
-        return [], ""
+    def replaced_layers(self, target: Any) -> list[Any]:
+        """Return the layers whose functions a verification replaces."""
+        return []
 
     def continues_texts(self, target: Any) -> bool:
         """Return whether a text after a cache is that of one call, in forwards of any number of tokens."""

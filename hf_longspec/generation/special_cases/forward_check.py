@@ -97,7 +97,7 @@ def check_target(
         with _noise_in_embeddings(target.model):
             return _largest_gap(run_plainly()[0], plain)
 
-    layers, origin = target.mode.replaced_layers(target)
+    layers = target.mode.replaced_layers(target)
     with _outputs_of(layers) as own:
         plain, view = run_plainly()
     left, view = _left(view, row, own, slice(None)), _after(cache, start, target, room=tree.num_nodes)
@@ -107,11 +107,11 @@ def check_target(
     except RuntimeError as error:
         if not layers or isinstance(error, torch.OutOfMemoryError):
             raise
-        raise _refusal(target, f"its recurrent layers fail after {origin}: {error}") from error
+        raise _refusal(target, f"its recurrent layers fail after their own functions: {error}") from error
     # the other rows read slots that may hold anything
     if layers:
         view.commit(torch.tensor(nodes, device=chain.device).expand_as(chain), [count] * cache.batch_size)
-        _compare_layers(target, origin, left, _left(view, row, replaced, nodes))
+        _compare_layers(target, left, _left(view, row, replaced, nodes))
     # also as it runs prompts
     ways = [plain] if single == count or target.mode.tells_single_tokens else [plain, run_plainly(count)[0]]
     _compare(target, verified[row].float(), torch.stack(ways).to(verified.device), rounding)
@@ -189,7 +189,7 @@ def _left(cache: SpeculativeCache, row: int, outputs: list[list[torch.Tensor]], 
     return states | {"output": [torch.cat(parts, 1)[row, places] for parts in outputs if parts]}
 
 
-def _compare_layers(target: TargetView, origin: str, plain: dict[str, Any], verified: dict[str, Any]) -> None:
+def _compare_layers(target: TargetView, plain: dict[str, Any], verified: dict[str, Any]) -> None:
     """Compare what the recurrent layers leave after their own functions and after ours.
 
     A choice of experts that rounding changes has an effect on later layers alone, so the smallest gap decides.
@@ -200,15 +200,15 @@ def _compare_layers(target: TargetView, origin: str, plain: dict[str, Any], veri
         pairs = [(one.float(), other.to(one.device)) for one, other in zip(tensors, verified[name], strict=True)]
         gaps = [float((a - b).norm() / a.norm()) if a.shape == b.shape else math.inf for a, b in pairs]
         if (gap := min(gaps, default=0)) > tolerance:
-            which = f"the {name} of its recurrent layers differs from that of {origin}"
+            which = f"the {name} of its recurrent layers differs from that of their own functions"
             raise _refusal(target, f"{which} by {gap:.3g} of its norm or more; the tolerance is {tolerance:.3g}")
 
 
 def _refusal(target: TargetView, reason: str) -> ValueError:
     return ValueError(
-        f"{type(target.model).__name__} cannot be verified: {reason}. Try other versions of these packages, or call "
-        "generate() without assistant_model. draft.generation_config.check_target = False skips this check, and the "
-        "text may then be wrong."
+        f"{type(target.model).__name__} cannot be verified: {reason}. These are kernels of fla, mamba-ssm and "
+        "causal-conv1d where those are installed: try other versions, or call generate() without assistant_model. "
+        "draft.generation_config.check_target = False skips this check, and the text may then be wrong."
     )
 
 
