@@ -113,7 +113,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         # without the copy of the package; `make cards` builds complete repositories
         written = write_repository(draft, Path(name), card)
-        files = [file for file in written if file.parts[0] not in ("hf_longspec", "custom_generate")]
+        files = [file for file in written if file.parts[0] != "hf_longspec"]
         for file in files:
             (args.output / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(Path(name) / file, args.output / file)

@@ -249,10 +249,7 @@ def write_repository(
         rmtree(built / PACKAGE.name, ignore_errors=True)  # that of a copy, which is saved with its drafts
         _complete_config(built / "config.json", str(full.base_model))
         write_code(built, OWN if engine is None else engine if "@" in engine else f"{engine}@main")
-        texts = {"custom_generate/generate.py": template("generate.py"), "README.md": text}
-        texts[CARD_FACTS] = json.dumps(facts, indent=2) + "\n"
-        for name, content in texts.items():
-            (built / name).parent.mkdir(exist_ok=True)
+        for name, content in {"README.md": text, CARD_FACTS: json.dumps(facts, indent=2) + "\n"}.items():
             (built / name).write_text(content, encoding="utf-8", newline="\n")
         files = _files(built)
         for file in files:

@@ -15,7 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, dynamic_module_utils
+from transformers import AutoModel, AutoModelForCausalLM, dynamic_module_utils
 from transformers.generation.streamers import BaseStreamer
 
 PACKAGE = "hf_longspec"
@@ -80,17 +80,6 @@ def package_of(draft):
     return folder
 
 
-def without_the_route(target, draft, name):
-    """Return whether `custom_generate` decodes correctly while the route is removed."""
-    patched = GenerationMixin._assisted_decoding
-    GenerationMixin._assisted_decoding = patched.__wrapped__
-    try:
-        options = {"custom_generate": str(name), "trust_remote_code": True}
-        return target.agrees(draft, **options) and target.streams(draft, **options)
-    finally:
-        GenerationMixin._assisted_decoding = patched
-
-
 def load_copies(place, kinds, names, saved, engine):
     """Load drafts in a process without the package, which then has the copy in `place`; save and publish them."""
     target = Target(FOLDER / "target")
@@ -106,7 +95,6 @@ def load_copies(place, kinds, names, saved, engine):
             code=package_of(draft) == place / PACKAGE,
             text=target.agrees(draft),
             streamed=target.streams(draft),
-            custom_generate=without_the_route(target, draft, f"org/{kind}" if "saved" in name else name),
             published_again=all((again / file).read_bytes() == (first / file).read_bytes() for file in files),
         )
     modules = [name for name in sys.modules if name.startswith(tuple(f"{PACKAGE}.{part}" for part in FOREIGN))]
@@ -141,7 +129,6 @@ def the_installed_package(kinds):
             kind,
             package_is_used=package_of(draft) == package_of(remote(f"org/{kind}")) == ROOT / PACKAGE,
             text=target.agrees(draft),
-            custom_generate=without_the_route(target, draft, f"org/{kind}"),
             saved_without_code={path.suffix for path in saved.iterdir()} <= {".json", ".safetensors"},
             saved_names_no_code="auto_map" not in json.loads((saved / "config.json").read_text()),
         )

@@ -26,7 +26,7 @@ def auto_map(folder):
 def test_the_files_of_a_repository(published, make_draft, kind):
     """One stub, which transformers can check; and the package without commands, if the draft holds it itself."""
     draft = make_draft(kind)
-    names = {"config.json", "generation_config.json", "README.md", "card.json", STUB, "custom_generate/generate.py"}
+    names = {"config.json", "generation_config.json", "README.md", "card.json", STUB}
     names |= set() if draft.weightless else {"model.safetensors"}
     paths = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     sources = {f"hf_longspec/{path.relative_to(PACKAGE).as_posix()}": path.read_bytes() for path in paths}
@@ -44,7 +44,6 @@ def test_the_files_of_a_repository(published, make_draft, kind):
         assert config["target_name_or_path"] == "org/tiny-target" and config["hf_longspec_version"] == "0.1.0"
         assert f'ENGINE = "{engine}"' in files[STUB].decode() and len(files[STUB].splitlines()) < 60
         assert check_imports(folder / STUB) == []  # raises for packages that are not installed
-        assert f'custom_generate="org/{kind}' in files["README.md"].decode()
     assert "[org/engine](https://huggingface.co/org/engine), at the commit" in files["README.md"].decode()
     assert contents(published / "engine") == sources | {"README.md": (published / "engine/README.md").read_bytes()}
 
@@ -108,7 +107,7 @@ def test_the_engine_is_uploaded_once_and_named_with_its_commit(make_draft, hub):
             where = [repo for call, repo, _ in hub.calls if call == "upload_folder"]
             assert where == (uploaded if name else ["org/x"])
             assert f'ENGINE = "{f"{name}@{commit}" if name else ENGINE}"' in hub.uploaded[STUB].decode()
-            assert {file for file in hub.uploaded if file.endswith(".py")} == {"custom_generate/generate.py", STUB}
+            assert {file for file in hub.uploaded if file.endswith(".py")} == {STUB}
 
 
 @pytest.mark.parametrize(
