@@ -28,7 +28,7 @@ from ..draft_tree import DraftTree
 from ..special_case import FIRST_CHECKS, SpecialCase
 from ..target import TargetView
 from ..target_modules import attention_functions, plain_logits, weakly
-from .hooks import bare, hooks_of, why_undeclared
+from .hooks import bare, hooks_of, is_declared
 from .trial import TRIAL_TOLERANCE, rotary_state_kept
 
 logger = logging.get_logger(__name__)
@@ -204,11 +204,14 @@ def _compare_layers(target: TargetView, plain: dict[str, Any], verified: dict[st
             raise _refusal(target, f"{which} by {gap:.3g} of its norm or more; the tolerance is {tolerance:.3g}")
 
 
-def _refusal(target: TargetView, reason: str) -> ValueError:
+OF_KERNELS = "These are kernels of fla, mamba-ssm and causal-conv1d where those are installed: try other versions"
+
+
+def _refusal(target: TargetView, reason: str, remedy: str = OF_KERNELS) -> ValueError:
     return ValueError(
-        f"{type(target.model).__name__} cannot be verified: {reason}. These are kernels of fla, mamba-ssm and "
-        "causal-conv1d where those are installed: try other versions, or call generate() without assistant_model. "
-        "draft.generation_config.check_target = False skips this check, and the text may then be wrong."
+        f"{type(target.model).__name__} cannot be verified: {reason}. {remedy}, or call generate() without "
+        "assistant_model. draft.generation_config.check_target = False skips this check, and the text may then be "
+        "wrong."
     )
 
 
@@ -228,22 +231,17 @@ def _compare(
         tolerance = max(tolerance, MOST_TIMES * rounding())
     if gap <= tolerance:
         return
-    name = type(target.model).__name__
     difference = (
         f"the logits of a verified tree and of plain forwards of the same tokens differ by up to {gap:.3g}; the "
         f"tolerance is {tolerance:.3g} ({tolerance / spread if spread else math.nan:.3g} of their standard deviation)"
     )
     if is_exact:
-        raise ValueError(
-            f"{name} cannot be verified: {difference}. It may ignore position_ids, the tree mask or its own "
-            "sliding window, or treat forwards of one token otherwise. Call generate() without assistant_model, and "
-            "report the model. draft.generation_config.check_target = False skips this check, and the text may then be "
-            "wrong."
-        )
+        cause = "It may ignore position_ids, the tree mask or its own window, or treat forwards of one token otherwise"
+        raise _refusal(target, difference, f"{cause}: report the model")
     logger.warning(
         "%s: %s. In this precision, rounding or another choice of experts can be the cause. Compare in float32, or "
         "check the text with hf_longspec.audit.",
-        name,
+        type(target.model).__name__,
         difference,
     )
 
@@ -292,8 +290,12 @@ def why_not_hooked(call: Call, num_nodes: int) -> str | None:
     target = call.target
     if not (hooks := hooks_of(target.model)):
         return None
-    if (reason := why_undeclared(hooks)) is not None:
-        return reason
+    if undeclared := list(dict.fromkeys(name for name, hook in hooks if not is_declared(hook))):
+        return (
+            f"forward hook or patched forward {', '.join(undeclared)}: a draft changes the number and the size of "
+            "forwards, and only its owner knows whether it treats all tokens alike and keeps no state. Set its "
+            "attribute stateless = True if so, or remove it."
+        )
     hooked, key = target.known.hooked, (num_nodes, target.model.dtype, *(weakly(hook) for _, hook in hooks))
     if key not in hooked:
         names = ", ".join(dict.fromkeys(name for name, _ in hooks))

@@ -68,7 +68,8 @@ class Eagle3Drafter(AuxDrafter):
         def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             ring = self.rings[index]
             ring.stage(key, value, ancestor_mask.shape[2] - ancestor_mask.shape[1])
-            return self.attend(query, ring.keys, ring.values, self.seen_by_nodes(seen[index], ancestor_mask))
+            mask = self.with_ancestors(seen[index], ancestor_mask[:, :, 1:])  # the root is in `seen`
+            return self.attend(query, ring.keys, ring.values, mask)
 
         embedded = self.embed(tokens)
         outputs, states = self.draft.run(states, embedded, (cos, sin), attend)

@@ -109,7 +109,7 @@ class MtpDrafter(AuxDrafter):
             seen (`torch.BoolTensor` of shape `(B, 1, slots + 1)`): What nodes see of the ring, and of the root.
         """
         ring, (count, total) = self.rings[0], ancestor_mask.shape[1:]
-        mask = self.seen_by_nodes(seen, ancestor_mask)
+        mask = self.with_ancestors(seen, ancestor_mask[:, :, 1:])  # the root is in `seen`
 
         def stage(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             ring.stage(keys, values, total - count)

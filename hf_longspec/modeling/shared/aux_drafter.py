@@ -146,10 +146,6 @@ class AuxDrafter(BeamDrafter):
         """
         return torch.nn.functional.pad(ring.visible(end), (0, 1))
 
-    def seen_by_nodes(self, seen: torch.Tensor, ancestor_mask: torch.Tensor) -> torch.Tensor:
-        """Return what nodes see, `(B, n, slots + N)`: the result of `seen`, and their ancestors `(B, n, N)`."""
-        return self.with_ancestors(seen, ancestor_mask[:, :, 1:])
-
     @property
     def most_new(self) -> int:
         """Most tokens that a verification commits per row."""
