@@ -4,8 +4,8 @@ Node 0 is the root, the last emitted token. Every other node has one parent with
 by following parents, so a tree is two integer tensors of a fixed size. Rows with fewer candidates are padded.
 
 [`trie_table`] builds trees from token lists on the host, [`merge_trees`] joins two trees on their device.
-[`static_tree`] and [`sibling_tree`] fill trees whose structure is known in advance. [`Beam`] grows a tree by level,
-each of which keeps the continuations with the largest cumulative log-probability.
+[`static_tree`] fills trees whose structure is known in advance. [`Beam`] grows a tree by level, each of which keeps the
+continuations with the largest cumulative log-probability.
 """
 
 from collections.abc import Sequence
@@ -194,34 +194,27 @@ def merge_trees(first: DraftTree, second: DraftTree) -> DraftTree:
     return DraftTree(tokens, adopted, valid & is_new, max_depth=max_depth)
 
 
-def static_tree(root: Tensor, levels: Sequence[Tensor]) -> DraftTree:
-    """Return the static tree whose paths are all combinations of one token per level.
+def static_tree(root: Tensor, levels: Sequence[Tensor], branching: Sequence[int]) -> DraftTree:
+    """Return the static tree in which every node of a level has equally many children.
 
-    Its structure depends on the widths of the levels alone and is built once; a step only gathers the tokens. The tree
-    is that of Medusa (https://huggingface.co/papers/2401.10774, section "Tree Attention"). Each level has the k
-    children `(batch_size, k)` of every node of the level before, the first those of `root` `(batch_size,)`.
+    Its structure depends on `branching` alone, the number of children of a node, level by level, and is built once.
+    A level `(batch_size, n)` has all its nodes, children of one parent side by side. A level `(batch_size, k)` has the
+    k children that all nodes of the level before share. If all levels are of this kind, the paths are all combinations
+    of one token per level, as in Medusa (https://huggingface.co/papers/2401.10774, section "Tree Attention").
 
-    >>> tree = static_tree(torch.tensor([5]), [torch.tensor([[7]]), torch.tensor([[8, 9]])])
-    >>> tree.tokens.tolist(), tree.parents.tolist()
-    ([[5, 7, 8, 9]], [[-1, 0, 1, 1]])
-    """
-    branching = tuple(level.shape[1] for level in levels)
-    columns = _static_structure(len(root), branching, root.device)[0]
-    candidates = torch.cat([root[:, None], *levels], dim=1)
-    return _with_tokens(candidates.index_select(1, columns), branching)
-
-
-def sibling_tree(root: Tensor, levels: Sequence[Tensor], branching: Sequence[int]) -> DraftTree:
-    """Return the static tree in which every node has children of its own, equally many within a level.
-
-    Each level has all its nodes `(batch_size, n)`, children of one parent side by side. `branching` has the number of
-    children of a node, level by level.
-
-    >>> tree = sibling_tree(torch.tensor([5]), [torch.tensor([[7, 8]]), torch.tensor([[1, 2]])], [2, 1])
+    >>> tree = static_tree(torch.tensor([5]), [torch.tensor([[7, 8]]), torch.tensor([[1, 2]])], [2, 1])
     >>> tree.tokens.tolist(), tree.parents.tolist()
     ([[5, 7, 8, 1, 2]], [[-1, 0, 0, 1, 2]])
+    >>> static_tree(torch.tensor([5]), [torch.tensor([[7, 8]]), torch.tensor([[1]])], [2, 1]).tokens.tolist()
+    [[5, 7, 8, 1, 1]]
     """
-    return _with_tokens(torch.cat([root[:, None], *levels], dim=1), tuple(branching))
+    tokens, size = [root[:, None]], 1
+    for level, children in zip(levels, branching, strict=True):
+        size *= children
+        tokens.append(level.repeat(1, size // level.shape[1]))
+    structure = _static_structure(len(root), tuple(branching), root.device)
+    fields = torch.cat(tokens, dim=1), *structure
+    return DraftTree.of_fields(fields, len(branching), is_chain=max(branching, default=1) == 1)
 
 
 def num_static_nodes(branching: Sequence[int]) -> int:
@@ -252,31 +245,19 @@ def _chain_structure(batch_size: int, num_nodes: int, device: torch.device) -> d
 
 @lru_cache(maxsize=64)
 def _static_structure(batch_size: int, branching: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Return the columns `(N,)` of a static tree, and its [`DraftTree.fields`] without the tokens, contiguous.
-
-    The column of a node is the place of its token in the root and all levels, one after another.
-    """
-    columns, parents, depths, level, first = [0], [-1], [0], [0], 1
+    """Return the [`DraftTree.fields`] of a static tree without the tokens, contiguous."""
+    parents, depths, above = [-1], [0], range(1)
     for depth, children in enumerate(branching, start=1):
-        above, level = level, []
-        for parent in above:
-            for rank in range(children):
-                level.append(len(columns))
-                columns.append(first + rank)
-                parents.append(parent)
-                depths.append(depth)
-        first += children
+        level = range(len(parents), len(parents) + children * len(above))
+        parents += [parent for parent in above for _ in range(children)]
+        depths += [depth] * len(level)
+        above = level
     with torch.inference_mode(False):  # the cached tensors outlive the call, which may run under inference mode
-        places = on_device([columns, parents, depths], device)
-        above, below = (row.repeat(batch_size, 1) for row in places[1:])
-        valid = torch.ones_like(above, dtype=torch.bool)
-        mask = tree_mask(above, valid, len(branching))
-        return places[0], above, valid, below, mask
-
-
-def _with_tokens(tokens: Tensor, branching: tuple[int, ...]) -> DraftTree:
-    _, *structure = _static_structure(len(tokens), branching, tokens.device)
-    return DraftTree.of_fields((tokens, *structure), len(branching), is_chain=max(branching, default=1) == 1)
+        of_rows = on_device([parents, depths], device)
+        parents_of_rows, depths_of_rows = (row.repeat(batch_size, 1) for row in of_rows)
+        valid = torch.ones_like(parents_of_rows, dtype=torch.bool)
+        mask = tree_mask(parents_of_rows, valid, len(branching))
+        return parents_of_rows, valid, depths_of_rows, mask
 
 
 def _build_trie(paths: Sequence[Sequence[int]], num_nodes: int) -> list[list[int]]:

@@ -13,7 +13,6 @@ from hf_longspec.generation.draft_tree import (
     DraftTree,
     merge_trees,
     num_static_nodes,
-    sibling_tree,
     static_tree,
     tree_depths,
     tree_mask,
@@ -126,7 +125,7 @@ def levels_of(widths, batch=2):
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_static_tree_paths_are_all_combinations_best_first(widths):
     levels, root = levels_of(widths), torch.tensor([5, 6])
-    tree = static_tree(root, levels)
+    tree = static_tree(root, levels, widths)
     check_tree(tree)
     assert tree.num_nodes == num_static_nodes(widths)
     assert tree.is_chain == (max(widths) == 1)
@@ -145,7 +144,7 @@ def test_static_tree_paths_are_all_combinations_best_first(widths):
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_sibling_tree_gives_each_node_its_own_children(widths):
     levels = levels_of([prod(widths[: depth + 1]) for depth in range(len(widths))])
-    tree = sibling_tree(torch.tensor([5, 6]), levels, widths)
+    tree = static_tree(torch.tensor([5, 6]), levels, widths)
     check_tree(tree)
     assert tree.num_nodes == num_static_nodes(widths) and tree.is_chain == (max(widths) == 1)
     for row in range(2):
