@@ -59,7 +59,6 @@ class WindowRing:
         self.values = torch.zeros(*shape, value_dim or head_dim, dtype=dtype, device=device)
         # position of the token in each slot; a negative position marks an empty slot
         self.positions = torch.full((batch_size, self.spare + 1), -1, device=device)
-        self._rows = torch.arange(batch_size, device=device)[:, None]
         self._slots = torch.arange(self.spare, device=device)
 
     def clear(self) -> None:
@@ -93,18 +92,6 @@ class WindowRing:
     def stage(self, keys: torch.Tensor, values: torch.Tensor, first_node: int) -> None:
         """Store keys and values `(B, K, n, D)` of n nodes of the tree, from node `first_node` on."""
         written(keys, values, self.keys, self.values, self._slots, self.size + first_node)
-
-    def keep(self, path: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Move the first `counts` `(B,)` nodes of `path` `(B, M)` into the ring; M is at most `window`.
-
-        `lengths` `(B,)` are the positions of the roots.
-        """
-        places = torch.arange(path.shape[1], device=path.device)
-        positions = torch.where(places < counts[:, None], lengths[:, None] + places, -1)
-        source = self.size + path
-        # advanced indices around a slice give the shape (B, M, K, D)
-        keys, values = self.keys[self._rows, :, source], self.values[self._rows, :, source]
-        self.fill(keys.transpose(1, 2), values.transpose(1, 2), positions)
 
     def visible(self, positions: torch.Tensor) -> torch.Tensor:
         """Return which slots queries at `positions` `(B, n)` attend to, `(B, n, size)`, the tree's excluded."""
