@@ -23,6 +23,7 @@ from ...generation.draft_tree import Beam, DraftTree
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import FixedStep, GraphKey
 from ...generation.target_modules import written
+from .sparse_caches import SINK_TOKENS, select_window
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -339,24 +340,11 @@ class Level(Part):
         return self.drafter.level(inputs, self.number, prefix)
 
 
-# The first entries of a text, which attract attention. A window keeps them.
-SINKS = 4
-
-
 class PrefixStates(NamedTuple):
     """The committed tokens in the layers of the target that are read."""
 
     lengths: SeqLens  # number of tokens of each row
     layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # keys and values `(B, K, capacity, D)` of each layer
-
-    def window(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the slots `(B, 1, T)` of the first `SINKS` entries and the last `size`, and how many are used."""
-        keys, _ = self.layers[0]
-        lengths = self.lengths.on(keys.device)
-        first = (lengths - size).clamp_min(SINKS)[:, None]
-        slots = first + torch.arange(-SINKS, size, device=first.device)
-        slots[:, :SINKS] -= first - SINKS
-        return slots.clamp_max(keys.shape[2] - 1)[:, None], lengths.clamp_max(SINKS + size)
 
 
 class CacheReader(BeamDrafter):
@@ -384,7 +372,9 @@ class CacheReader(BeamDrafter):
         """Likewise, of the heads that are in the cache."""
         (keys, values), kernels = prefix.layers[0], self._kernels
         if self.read_window is not None:
-            slots, counts = prefix.window(self.read_window)
+            lengths, size = prefix.lengths.on(keys.device), SINK_TOKENS + self.read_window
+            counts = lengths.clamp_max(size)
+            slots = select_window(lengths, counts, size).clamp_max(keys.shape[2] - 1)
             return kernels.sparse_attention(query, keys, values, slots, counts=counts, scaling=self.scaling)[0]
         keys, values = (states[:, :, : prefix.lengths.longest] for states in (keys, values))
         return kernels.prefix_attention(query, keys, values, lengths=prefix.lengths, scaling=self.scaling)[0]
