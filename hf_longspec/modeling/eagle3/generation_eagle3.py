@@ -21,8 +21,8 @@ class Eagle3Drafter(AuxDrafter):
     def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         if not depth:
             return shared[:4]
-        angles = (part[:, depth : depth + 1] for part in shared[5:])
-        return self.of_parents(beam, states[0]), beam.tokens, beam.ancestor_mask, *angles, *states[1:]
+        of_level = (part[:, depth : depth + 1] for part in shared[4:])
+        return self.of_parents(beam, states[0]), beam.tokens, beam.ancestor_mask, *of_level, *states[1:]
 
     def level(self, changing: Tensors, depth: int, prefix: None) -> Tensors:
         """Return logits `(B, n, draft vocabulary)` and states `(B, n, hidden)` after the newest level of a beam.
@@ -50,6 +50,7 @@ class Eagle3Drafter(AuxDrafter):
         states: torch.Tensor,
         tokens: torch.Tensor,
         ancestor_mask: torch.Tensor,
+        position: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
         *seen: torch.Tensor,
@@ -60,7 +61,8 @@ class Eagle3Drafter(AuxDrafter):
             states (`torch.Tensor` of shape `(B, n, hidden)`): State of each node's parent.
             tokens (`torch.LongTensor` of shape `(B, n)`): Tokens of the level.
             ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
-            cos (`torch.Tensor` of shape `(B, 1, D)`): Cosines of the position of the level.
+            position (`torch.LongTensor` of shape `(B, 1)`): Position of the level.
+            cos (`torch.Tensor` of shape `(B, 1, D)`): Cosines of it.
             sin (`torch.Tensor` of shape `(B, 1, D)`): Sines of it.
             *seen (`torch.BoolTensor` of shape `(B, 1, slots + 1)`): What nodes see of every ring, and of the root.
         """

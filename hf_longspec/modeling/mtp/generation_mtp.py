@@ -4,20 +4,19 @@ DeepSeek-V3, https://huggingface.co/papers/2412.19437, section 2.2. Entries, the
 with the output of the target's final norm as the state. The ring keeps what a layer of the target's own class stores.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from ...generation.draft_tree import Beam
 from ...generation.drafter import Binding
 from ...generation.target_modules import TargetParts, final_norm_of
-from ..shared.aux_drafter import AuxDrafter
-from ..shared.beams import Tensors, WindowRing
+from ..eagle3.generation_eagle3 import Eagle3Drafter
+from ..shared.beams import WindowRing
 
 
-class MtpDrafter(AuxDrafter):
+class MtpDrafter(Eagle3Drafter):
     """Draft a tree of fixed size with one layer."""
 
     def __init__(self, binding: Binding, draft: Any):
@@ -51,30 +50,10 @@ class MtpDrafter(AuxDrafter):
         sizes = self.binding.cache.batch_size, heads, key_dim, self.dtype, self.device
         return [self.make_ring(0, self.window, self.num_nodes, *sizes, self.sinks, self.most_new, value_dim)]
 
-    def remember(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
-        self._enter(aux_hidden_states, tokens, positions, positions[:, :0])
-
-    def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
-        if not depth:
-            return shared[:4]
-        of_level = (part[:, depth : depth + 1] for part in shared[4:])
-        return self.of_parents(beam, states[0]), beam.tokens, beam.ancestor_mask, *of_level, states[1]
-
-    def level(self, changing: Tensors, depth: int, prefix: None) -> Tensors:
-        """Return logits `(B, n, V)` and outputs `(B, n, hidden)` after the newest level of a beam.
-
-        The first level also returns what nodes see of the ring.
-        """
-        if depth:
-            outputs = self._next(*changing)
-            return self.head(outputs), outputs
-        outputs, (_, _, positions, last) = self._enter(*changing), changing
-        return self.head(outputs), outputs, self.seen(self.rings[0], positions.gather(1, last))
-
     def _enter(
         self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, query_places: torch.Tensor
-    ) -> torch.Tensor:
-        """Store entries in the ring; return outputs `(B, n, hidden)` at `query_places` `(B, n)`."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store entries in the ring; return outputs `(B, n, hidden)` at `query_places` `(B, n)`, also as states."""
         ring, shown = self.rings[0], positions.clamp_min(0)
 
         def store(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -85,9 +64,10 @@ class MtpDrafter(AuxDrafter):
 
         states = self.norm(aux_hidden_states).to(self.device, self.dtype)
         outputs = self.layer(states, self.embed(tokens), shown, self.rotary(states, shown), store)
-        return outputs.gather(1, query_places[..., None].expand(-1, -1, outputs.shape[2]))
+        outputs = outputs.gather(1, query_places[..., None].expand(-1, -1, outputs.shape[2]))
+        return outputs, outputs
 
-    def _next(
+    def next_level(
         self,
         states: torch.Tensor,
         tokens: torch.Tensor,
@@ -95,25 +75,15 @@ class MtpDrafter(AuxDrafter):
         position: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        seen: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return outputs `(B, n, hidden)` at the newest level of a beam.
-
-        Args:
-            states (`torch.Tensor` of shape `(B, n, hidden)`): State of each node's parent.
-            tokens (`torch.LongTensor` of shape `(B, n)`): Tokens of the level.
-            ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
-            position (`torch.LongTensor` of shape `(B, 1)`): Position of the level.
-            cos (`torch.Tensor` of shape `(B, 1, D)`): Cosines of it.
-            sin (`torch.Tensor` of shape `(B, 1, D)`): Sines of it.
-            seen (`torch.BoolTensor` of shape `(B, 1, slots + 1)`): What nodes see of the ring, and of the root.
-        """
+        *seen: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ring, (count, total) = self.rings[0], ancestor_mask.shape[1:]
-        mask = self.with_ancestors(seen, ancestor_mask[:, :, 1:])  # the root is in `seen`
+        mask = self.with_ancestors(seen[0], ancestor_mask[:, :, 1:])  # the root is in `seen`
 
         def stage(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             ring.stage(keys, values, total - count)
             size = mask.shape[2]
             return ring.keys[:, :, :size], ring.values[:, :, :size], mask
 
-        return self.layer(states, self.embed(tokens), position.expand(-1, count), (cos, sin), stage)
+        outputs = self.layer(states, self.embed(tokens), position.expand(-1, count), (cos, sin), stage)
+        return self.head(outputs), outputs
