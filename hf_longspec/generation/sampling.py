@@ -228,6 +228,8 @@ class TokenRule:
 
     processor_seconds = 0.0
     num_processed_nodes = 0
+    # whether tokens that a draft has drawn are accepted by rejection; otherwise it ranks them by the target's noise
+    takes_drawn_tokens = True
 
     def __init__(
         self,

@@ -74,6 +74,7 @@ class ColumnRule(TokenRule):
     """
 
     fits_graphs = False  # processors that are not known run on the host
+    takes_drawn_tokens = False
 
     def __init__(self, processors: LogitsProcessorList, *arguments: Any):
         super().__init__(LogitsProcessorList(filter(is_known, processors)), *arguments)
@@ -90,7 +91,7 @@ class ColumnRule(TokenRule):
         path, emitted, scores = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         while True:
             scores.append(self._of_column(logits[rows, node]))
-            token = self.choose(scores[-1], len(path))  # whatever the draft has drawn its tokens from
+            token = self.choose(scores[-1], len(path))
             token = token.masked_fill(is_done, self.sequences.pad_token_id)
             path.append(node)
             emitted.append(token)

@@ -117,7 +117,7 @@ class AssistantDrafter(Drafter):
         self.window, self.mask_token = draft.setting("window"), draft.config.pard_token
         self.translation: Translation | None = draft.translation
         self.chunk_size = draft.setting("prefill_chunk_size")
-        self.is_drawn = draft.setting("acceptance") == "rejection"
+        self.is_drawn = draft.draws_tokens and (binding.rule is None or binding.rule.takes_drawn_tokens)
         self.shape: Shape = draft.shape()
         self.num_nodes, self.max_depth = size_of(self.shape)
         self.largest = [1] * self.shape if isinstance(self.shape, int) else self.shape
