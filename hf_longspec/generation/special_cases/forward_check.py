@@ -29,7 +29,7 @@ from ..special_case import FIRST_CHECKS, SpecialCase
 from ..target import TargetView
 from ..target_modules import attention_functions, plain_logits, weakly
 from .hooks import bare, hooks_of, is_declared
-from .trial import TRIAL_TOLERANCE, rotary_state_kept
+from .trial import TRIAL_TOLERANCE, named, rotary_state_kept
 
 logger = logging.get_logger(__name__)
 
@@ -312,11 +312,7 @@ def _why_not_alike(call: Call, num_nodes: int, what: str) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a hook may raise anything
-        message = (str(error) or "no message").splitlines()[0]
-        return (
-            f"{what}, and fails in a verification: {type(error).__name__}: {message}. Make it take any number of "
-            "tokens, or remove it."
-        )
+        return f"{what}, and fails in a verification: {named(error)}. Make it take any number of tokens, or remove it."
     if not gap <= tolerance:
         return (
             f"{what}, and does not treat all tokens alike: logits of a tree differ by up to {gap:.3g} from those of "

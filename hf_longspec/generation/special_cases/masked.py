@@ -30,7 +30,7 @@ from ..special_case import LayerTraits, VerificationMode
 from ..target_modules import plain_forward, plain_logits, shape_of
 from .hooks import bare
 from .stock_forwards import PlainForwards, PromptsOfForwards
-from .trial import HALF_TRIAL_TOLERANCE, HYBRID, TRIAL_TOLERANCE, cut_by_the_stock_cache
+from .trial import HALF_TRIAL_TOLERANCE, HYBRID, TRIAL_TOLERANCE, cut_by_the_stock_cache, named
 
 SLIDING_LAYER, CHUNKED_LAYER = "sliding_attention", "chunked_attention"
 # Attention implementations of transformers that take a mask for each query and key.
@@ -235,9 +235,7 @@ def try_mask(model: PreTrainedModel, config: Any) -> LayerTraits:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        message = (str(error) or "no message").splitlines()[0]
-        reasons = [f"a forward of a few tokens failed under a mask of its own: {type(error).__name__}: {message}"]
-        return LayerTraits((), reasons, None)
+        return LayerTraits((), [f"a forward of a few tokens failed under a mask of its own: {named(error)}"], None)
     kinds = getattr(config, "layer_types", None) or ("full_attention",) * config.num_hidden_layers
     sizes = {SLIDING_LAYER: shape_of(config, "sliding_window"), CHUNKED_LAYER: shape_of(config, "attention_chunk_size")}
     windows = tuple(sizes.get(kind) for kind in kinds)

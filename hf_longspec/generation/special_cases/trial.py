@@ -97,8 +97,7 @@ def try_backends(model: PreTrainedModel, config: Any) -> LayerTraits:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        message = (str(error) or "no message").splitlines()[0]
-        failed = f"a forward of two tokens failed under its attention: {type(error).__name__}: {message}"
+        failed = f"a forward of two tokens failed under its attention: {named(error)}"
         return LayerTraits((), [failed], None, is_reached=False)
     windows = {layer: found.window for layer, found in later.layers.items()}
     if any(layer is None or layer < 0 for layer in windows):
@@ -124,6 +123,11 @@ def try_backends(model: PreTrainedModel, config: Any) -> LayerTraits:
     of_layers = tuple(windows.get(layer) for layer in range(max(windows, default=-1) + 1))
     is_reached = bool(windows) and not missing
     return LayerTraits(of_layers, reasons, cut_by_the_stock_cache(config, windows), is_reached=is_reached)
+
+
+def named(error: Exception) -> str:
+    """Return the class of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
 
 
 def _lengths(config: Any) -> Iterable[int]:
