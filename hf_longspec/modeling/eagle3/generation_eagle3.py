@@ -42,7 +42,9 @@ class Eagle3Drafter(AuxDrafter):
         What the nodes of the tree see of every ring follows.
         """
         outputs, states = self._enter(aux_hidden_states, tokens, positions, last)
-        seen = (self.seen(ring, positions.gather(1, last)) for ring in self.rings)
+        end = positions.gather(1, last)
+        # The window does not move while drafting. The root's entry is a committed one, so its node is not seen.
+        seen = (torch.nn.functional.pad(ring.visible(end), (0, 1)) for ring in self.rings)
         return self.head(outputs), states, *seen
 
     def next_level(
