@@ -25,6 +25,7 @@ from hf_longspec.modeling.longspec.modeling_longspec import LongSpecDraftModel
 from hf_longspec.modeling.mtp.modeling_mtp import MtpConfig, MtpDraftModel
 from hf_longspec.modeling.plain.modeling_plain import PlainConfig
 from hf_longspec.modeling.tokenswift.modeling_tokenswift import TokenSwiftDraftModel
+from tests.valid_tree import check_tree
 
 PAD_TOKEN_ID, BOS_TOKEN_ID, EOS_TOKEN_ID = 0, 1, 2
 NUM_SPECIAL_TOKENS = 3
@@ -295,7 +296,7 @@ class RandomTreeDrafter(Drafter):
         rows = [self._row(row, int(token)) for row, token in enumerate(root)]
         tokens, parents, valid = (torch.tensor(part, device=root.device) for part in zip(*rows, strict=True))
         tree = DraftTree(tokens, parents, valid, is_chain=self.draft.chain)
-        tree.validate()
+        check_tree(tree)
         return tree
 
     def observe(self, verification: Verification) -> None:

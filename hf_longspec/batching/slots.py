@@ -170,6 +170,7 @@ class SlotRule:
     """
 
     fits_graphs = is_made_of_tensors = False
+    takes_drawn_tokens = True
     key: tuple = ()
 
     def __init__(self, slots: Slots, sequences: SlotSequences, vocab_size: int):

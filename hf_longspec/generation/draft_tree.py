@@ -4,8 +4,8 @@ Node 0 is the root, the last emitted token. Every other node has one parent with
 by following parents, so a tree is two integer tensors of a fixed size. Rows with fewer candidates are padded.
 
 [`trie_table`] builds trees from token lists on the host, [`merge_trees`] joins two trees on their device.
-[`static_tree`] and [`sibling_tree`] fill trees whose structure is known in advance. [`Beam`] grows a tree by level,
-each of which keeps the continuations with the largest cumulative log-probability.
+[`static_tree`] fills trees whose structure is known in advance. [`Beam`] grows a tree by level, each of which keeps the
+continuations with the largest cumulative log-probability.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,13 @@ from torch import Tensor
 
 from ..attention_backends.lengths import on_device
 
-# float16 distributions over a vocabulary of 150,000 sum to 1 within this.
-Q_SUM_TOLERANCE = 1e-2
-
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
     """
     Candidate continuations of every batch row, as one tree per row.
 
-    Nothing is checked on construction, since a tree is built in every iteration. [`DraftTree.validate`] checks it.
+    Nothing is checked on construction, since a tree is built in every iteration.
 
     Args:
         tokens (`torch.LongTensor` of shape `(batch_size, num_nodes)`):
@@ -122,39 +119,6 @@ class DraftTree:
         path[0] = False
         return self.tokens[row][path]
 
-    def validate(self) -> None:
-        """Check the rules that the decoding loop relies on. Reads the tensors, so it is for tests and new drafters."""
-        self._validate_shapes()
-        nodes = torch.arange(self.num_nodes, device=self.tokens.device)
-        parents, valid, drafted = self.parents, self.valid, self.valid & (nodes > 0)
-        _refuse_any(~valid[:, :1], valid, "valid", "True, since the root is never padding")
-        _refuse_any(parents[:, :1] != -1, parents, "parents", "-1. Node 0 is the root and has no parent")
-        late = drafted & ((parents < 0) | (parents >= nodes))
-        _refuse_any(late, parents, "parents", "an earlier node. List every parent before its children")
-        orphans = drafted & ~valid.gather(1, parents.clamp(0, self.num_nodes - 1))
-        _refuse_any(orphans, parents, "parents", "a valid node. Mark the descendants of padding as padding too")
-        depths = tree_depths(tree_mask(parents, valid))
-        _refuse_any(depths > self.max_depth, depths, "depths", f"at most {self.max_depth}. Raise max_depth")
-        if self.is_chain:
-            broken = drafted & (parents != nodes - 1)
-            _refuse_any(broken, parents, "parents", "the previous node in a chain. Pass is_chain=False for a tree")
-        if self.q is not None:
-            total = self.q.double().sum(-1)
-            wrong = drafted & (((total - 1).abs() > Q_SUM_TOLERANCE) | (self.q < 0).any(-1))
-            _refuse_any(wrong, total, "the sum of q", "1, of terms >= 0. Pass probabilities, not scores")
-
-    def _validate_shapes(self) -> None:
-        shape, valid, q = tuple(self.tokens.shape), self.valid, self.q
-        if len(shape) != 2 or shape[1] < 1:
-            raise ValueError(f"tokens has shape {shape}, expected (batch_size, num_nodes >= 1). Include the root.")
-        for name, actual in (("parents", tuple(self.parents.shape)), ("valid", tuple(valid.shape))):
-            if actual != shape:
-                raise ValueError(f"{name} has shape {actual}, expected {shape} as tokens. Pad rows to one length.")
-        if q is not None and (q.dim() != 3 or tuple(q.shape[:2]) != shape):
-            raise ValueError(f"q has shape {tuple(q.shape)}, expected {(*shape, 'vocab_size')}. Keep a row 0.")
-        if valid.dtype != torch.bool:
-            raise ValueError(f"valid has dtype {valid.dtype}, expected torch.bool. Convert it with .bool().")
-
 
 def tree_mask(parents: Tensor, valid: Tensor | None = None, max_depth: int | None = None) -> Tensor:
     """Return which nodes each node attends to, itself and its ancestors, `(batch_size, num_nodes, num_nodes)`.
@@ -230,34 +194,27 @@ def merge_trees(first: DraftTree, second: DraftTree) -> DraftTree:
     return DraftTree(tokens, adopted, valid & is_new, max_depth=max_depth)
 
 
-def static_tree(root: Tensor, levels: Sequence[Tensor]) -> DraftTree:
-    """Return the static tree whose paths are all combinations of one token per level.
+def static_tree(root: Tensor, levels: Sequence[Tensor], branching: Sequence[int]) -> DraftTree:
+    """Return the static tree in which every node of a level has equally many children.
 
-    Its structure depends on the widths of the levels alone and is built once; a step only gathers the tokens. The tree
-    is that of Medusa (https://huggingface.co/papers/2401.10774, section "Tree Attention"). Each level has the k
-    children `(batch_size, k)` of every node of the level before, the first those of `root` `(batch_size,)`.
+    Its structure depends on `branching` alone, the number of children of a node, level by level, and is built once.
+    A level `(batch_size, n)` has all its nodes, children of one parent side by side. A level `(batch_size, k)` has the
+    k children that all nodes of the level before share. If all levels are of this kind, the paths are all combinations
+    of one token per level, as in Medusa (https://huggingface.co/papers/2401.10774, section "Tree Attention").
 
-    >>> tree = static_tree(torch.tensor([5]), [torch.tensor([[7]]), torch.tensor([[8, 9]])])
-    >>> tree.tokens.tolist(), tree.parents.tolist()
-    ([[5, 7, 8, 9]], [[-1, 0, 1, 1]])
-    """
-    branching = tuple(level.shape[1] for level in levels)
-    columns = _static_structure(len(root), branching, root.device)[0]
-    candidates = torch.cat([root[:, None], *levels], dim=1)
-    return _with_tokens(candidates.index_select(1, columns), branching)
-
-
-def sibling_tree(root: Tensor, levels: Sequence[Tensor], branching: Sequence[int]) -> DraftTree:
-    """Return the static tree in which every node has children of its own, equally many within a level.
-
-    Each level has all its nodes `(batch_size, n)`, children of one parent side by side. `branching` has the number of
-    children of a node, level by level.
-
-    >>> tree = sibling_tree(torch.tensor([5]), [torch.tensor([[7, 8]]), torch.tensor([[1, 2]])], [2, 1])
+    >>> tree = static_tree(torch.tensor([5]), [torch.tensor([[7, 8]]), torch.tensor([[1, 2]])], [2, 1])
     >>> tree.tokens.tolist(), tree.parents.tolist()
     ([[5, 7, 8, 1, 2]], [[-1, 0, 0, 1, 2]])
+    >>> static_tree(torch.tensor([5]), [torch.tensor([[7, 8]]), torch.tensor([[1]])], [2, 1]).tokens.tolist()
+    [[5, 7, 8, 1, 1]]
     """
-    return _with_tokens(torch.cat([root[:, None], *levels], dim=1), tuple(branching))
+    tokens, size = [root[:, None]], 1
+    for level, children in zip(levels, branching, strict=True):
+        size *= children
+        tokens.append(level.repeat(1, size // level.shape[1]))
+    structure = _static_structure(len(root), tuple(branching), root.device)
+    fields = torch.cat(tokens, dim=1), *structure
+    return DraftTree.of_fields(fields, len(branching), is_chain=max(branching, default=1) == 1)
 
 
 def num_static_nodes(branching: Sequence[int]) -> int:
@@ -288,31 +245,19 @@ def _chain_structure(batch_size: int, num_nodes: int, device: torch.device) -> d
 
 @lru_cache(maxsize=64)
 def _static_structure(batch_size: int, branching: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Return the columns `(N,)` of a static tree, and its [`DraftTree.fields`] without the tokens, contiguous.
-
-    The column of a node is the place of its token in the root and all levels, one after another.
-    """
-    columns, parents, depths, level, first = [0], [-1], [0], [0], 1
+    """Return the [`DraftTree.fields`] of a static tree without the tokens, contiguous."""
+    parents, depths, above = [-1], [0], range(1)
     for depth, children in enumerate(branching, start=1):
-        above, level = level, []
-        for parent in above:
-            for rank in range(children):
-                level.append(len(columns))
-                columns.append(first + rank)
-                parents.append(parent)
-                depths.append(depth)
-        first += children
+        level = range(len(parents), len(parents) + children * len(above))
+        parents += [parent for parent in above for _ in range(children)]
+        depths += [depth] * len(level)
+        above = level
     with torch.inference_mode(False):  # the cached tensors outlive the call, which may run under inference mode
-        places = on_device([columns, parents, depths], device)
-        above, below = (row.repeat(batch_size, 1) for row in places[1:])
-        valid = torch.ones_like(above, dtype=torch.bool)
-        mask = tree_mask(above, valid, len(branching))
-        return places[0], above, valid, below, mask
-
-
-def _with_tokens(tokens: Tensor, branching: tuple[int, ...]) -> DraftTree:
-    _, *structure = _static_structure(len(tokens), branching, tokens.device)
-    return DraftTree.of_fields((tokens, *structure), len(branching), is_chain=max(branching, default=1) == 1)
+        of_rows = on_device([parents, depths], device)
+        parents_of_rows, depths_of_rows = (row.repeat(batch_size, 1) for row in of_rows)
+        valid = torch.ones_like(parents_of_rows, dtype=torch.bool)
+        mask = tree_mask(parents_of_rows, valid, len(branching))
+        return parents_of_rows, valid, depths_of_rows, mask
 
 
 def _build_trie(paths: Sequence[Sequence[int]], num_nodes: int) -> list[list[int]]:
@@ -349,13 +294,6 @@ def _first_equal_path(tokens: Tensor, parents: Tensor, depths: Tensor, max_depth
 def _doublings(steps: int) -> int:
     """Return how often 1 must be doubled to reach `steps`."""
     return max(steps - 1, 0).bit_length()
-
-
-def _refuse_any(bad: Tensor, values: Tensor, name: str, rule: str) -> None:
-    places = bad.nonzero().tolist()
-    if places:
-        value = values[tuple(places[0])].item()
-        raise ValueError(f"{name}{places[0]} is {value}, expected {rule}.")
 
 
 class Beam:

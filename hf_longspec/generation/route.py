@@ -75,11 +75,6 @@ def uninstall() -> None:
         setattr(owner, name, _stock(name))
 
 
-def is_installed() -> bool:
-    """Return whether drafts are routed."""
-    return hasattr(GenerationMixin._assisted_decoding, _STOCK)
-
-
 def _stock(name: str) -> Any:
     """Return the function of transformers, which may be wrapped."""
     current = getattr(_OWNERS[name], name)

@@ -228,6 +228,8 @@ class TokenRule:
 
     processor_seconds = 0.0
     num_processed_nodes = 0
+    # whether tokens that a draft has drawn are accepted by rejection; otherwise it ranks them by the target's noise
+    takes_drawn_tokens = True
 
     def __init__(
         self,
@@ -327,19 +329,17 @@ class TokenRule:
         self._tried.read()
         self._tried.write([length + depth for length in self.sequences.lengths], tokens)
 
-    def scores_after(self, raw: torch.Tensor, path: torch.Tensor, is_asked: Sequence[bool]) -> torch.Tensor:
-        """Return processed scores of logits after the tokens `path` `(batch, depth)`; see [`TokenRule.scores_at`]."""
-        for depth, tokens in enumerate(path.unbind(1)):
-            self.try_out(depth, tokens)
-        return self.scores_at(raw, path.shape[1], is_asked)
-
     def scores_of_level(self, logits: torch.Tensor, paths: torch.Tensor, is_asked: torch.Tensor) -> torch.Tensor:
         """Return processed scores of logits `(B, n, V)` after drafted tokens `paths` `(B, n, depth)`.
 
         Paths that cannot be accepted, of which `is_asked` `(B, n)` is False, keep raw scores.
         """
-        nodes = zip(logits.unbind(1), paths.unbind(1), is_asked.T.tolist(), strict=True)
-        return torch.stack([self.scores_after(*node) for node in nodes], 1)
+        scores = []
+        for raw, path, can_be in zip(logits.unbind(1), paths.unbind(1), is_asked.T.tolist(), strict=True):
+            for depth, tokens in enumerate(path.unbind(1)):
+                self.try_out(depth, tokens)
+            scores.append(self.scores_at(raw, path.shape[1], can_be))
+        return torch.stack(scores, 1)
 
     def choose(self, scores: torch.Tensor, depth: int = 0) -> torch.Tensor:
         """Return the token `(batch,)` that the rule chooses by `scores`, with the noise row of `depth`.

@@ -80,13 +80,6 @@ class VerificationMode:
         """Return the traits of the layers of a model with this text config. Called in `attention`."""
         raise NotImplementedError
 
-    def ignores(self, target: Any, name: str, value: Any) -> bool:
-        """Return whether the input `value`, which the model may get as `name`, changes nothing of text after a prefix.
-
-        Without a value, the answer is for zeros at the beginning of a text.
-        """
-        raise NotImplementedError
-
     def attention(self, target: Any) -> AbstractContextManager[Any]:
         """Return the context in which nodes are verified."""
         context: AbstractContextManager[Any] = target.switched()
@@ -120,9 +113,9 @@ class VerificationMode:
         reasons: list[str] = target.traits_by(self).reasons
         return reasons
 
-    def replaced_layers(self, target: Any) -> tuple[list[Any], str]:
-        """Return layers whose functions a verification replaces, and words for where the model's own come from."""
-        return [], ""
+    def replaced_layers(self, target: Any) -> list[Any]:
+        """Return the layers whose functions a verification replaces."""
+        return []
 
     def continues_texts(self, target: Any) -> bool:
         """Return whether a text after a cache is that of one call, in forwards of any number of tokens."""

@@ -158,11 +158,6 @@ class TargetView:
             known.traits[mode] = traits
         return known.traits[mode]
 
-    def ignores(self, name: str, value: Any = None) -> bool:
-        """Return whether an input of the model changes nothing; see [`VerificationMode.ignores`]."""
-        with self.attention():
-            return self.mode.ignores(self, name, value)
-
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window of every layer; None for layers that attend to all keys."""

@@ -1,6 +1,5 @@
 """Draft trees against double loops over parents, sets of paths and `itertools.product`."""
 
-from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -14,12 +13,12 @@ from hf_longspec.generation.draft_tree import (
     DraftTree,
     merge_trees,
     num_static_nodes,
-    sibling_tree,
     static_tree,
     tree_depths,
     tree_mask,
 )
 from tests.distributions import random_tree, trie
+from tests.valid_tree import check_tree
 
 trees = st.builds(
     random_tree,
@@ -61,7 +60,7 @@ def test_mask_and_depths_match_a_double_loop(tree):
             seen = ancestors(tree, row, query)
             assert tree.mask[row, query].nonzero().flatten().tolist() == sorted(seen)
             assert tree.depths[row, query] == len(seen) - 1
-    tree.validate()
+    check_tree(tree)
     # a bound on the depth that is the true depth hides nothing
     assert torch.equal(tree_mask(tree.parents, tree.valid, max_depth=int(tree.depths.max())), tree.mask)
 
@@ -71,7 +70,7 @@ def test_chain_matches_a_tree_with_the_same_parents(num_nodes, ragged):
     tokens = torch.randint(9, (3, num_nodes))
     valid = torch.arange(num_nodes) < torch.tensor([[1], [num_nodes], [max(1, num_nodes // 2)]]) if ragged else None
     chain = DraftTree.chain(tokens, valid=valid)
-    chain.validate()
+    check_tree(chain)
     parents = torch.arange(-1, num_nodes - 1).repeat(3, 1)
     tree = DraftTree(tokens, parents, torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid)
     assert chain.is_chain and chain.max_depth == num_nodes - 1
@@ -90,7 +89,7 @@ def test_best_chain_is_the_longest_path_listed_first(tree):
 def test_a_trie_is_the_set_of_prefixes(rows, num_nodes, max_depth):
     root = torch.arange(50, 50 + len(rows))
     tree = trie(rows, root, num_nodes, max_depth)
-    tree.validate()
+    check_tree(tree)
     assert tree.tokens.shape == (len(rows), num_nodes) and tree.tokens[:, 0].tolist() == root.tolist()
     for row, paths in enumerate(rows):
         spelled, wanted = spelled_paths(tree, row), prefixes(paths, tree.max_depth)
@@ -107,37 +106,11 @@ def test_merge_trees_in_place(first, second):
     parts = [DraftTree(*(field[:rows] for field in (t.tokens, t.parents, t.valid))) for t in (first, second)]
     parts[1].tokens[:, 0] = parts[0].tokens[:, 0]
     merged = merge_trees(*parts)
-    merged.validate()
+    check_tree(merged)
     assert torch.equal(merged.tokens, torch.cat([parts[0].tokens, parts[1].tokens[:, 1:]], 1))
     for row in range(rows):
         both = [path for part in parts for path in spelled_paths(part, row)]
         assert spelled_paths(merged, row) == list(dict.fromkeys(both))
-
-
-GOOD = trie([[[1, 2], [3]]], root=torch.tensor([0]), num_nodes=5)
-UNIFORM = torch.full((1, 5, 4), 0.25)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"parents": GOOD.parents[:, :3]}, r"parents has shape \(1, 3\), expected \(1, 5\)"),
-        ({"valid": torch.zeros(1, 5).bool()}, r"valid\[0, 0\] is False"),
-        ({"valid": torch.tensor([[True, False, True, True, False]])}, r"parents\[0, 2\] is 1, expected a valid node"),
-        ({"parents": torch.tensor([[0, 0, 1, 0, 0]])}, r"parents\[0, 0\] is 0, expected -1"),
-        ({"parents": torch.tensor([[-1, 0, 3, 0, 0]])}, r"parents\[0, 2\] is 3, expected an earlier node"),
-        ({"max_depth": 1}, r"depths\[0, 2\] is 2, expected at most 1"),
-        ({"is_chain": True}, r"parents\[0, 3\] is 0, expected the previous node"),
-        ({"q": 2 * UNIFORM}, r"the sum of q\[0, 1\] is 2.0, expected 1"),
-        ({"q": torch.tensor([1.5, -0.5]).expand(1, 5, 2)}, r"the sum of q\[0, 1\] is 1.0, expected 1, of terms >= 0"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_validate_names_the_broken_rule(changes, message):
-    GOOD.validate()
-    replace(GOOD, q=UNIFORM).validate()
-    with pytest.raises(ValueError, match=message):
-        replace(GOOD, **changes).validate()
 
 
 WIDTHS = [(1, 3, 3, 3), (2, 1, 4), (5,), (1, 1, 1), (1,)]
@@ -152,8 +125,8 @@ def levels_of(widths, batch=2):
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_static_tree_paths_are_all_combinations_best_first(widths):
     levels, root = levels_of(widths), torch.tensor([5, 6])
-    tree = static_tree(root, levels)
-    tree.validate()
+    tree = static_tree(root, levels, widths)
+    check_tree(tree)
     assert tree.num_nodes == num_static_nodes(widths)
     assert tree.is_chain == (max(widths) == 1)
     assert tree.max_depth == len(widths)
@@ -171,8 +144,8 @@ def test_static_tree_paths_are_all_combinations_best_first(widths):
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_sibling_tree_gives_each_node_its_own_children(widths):
     levels = levels_of([prod(widths[: depth + 1]) for depth in range(len(widths))])
-    tree = sibling_tree(torch.tensor([5, 6]), levels, widths)
-    tree.validate()
+    tree = static_tree(torch.tensor([5, 6]), levels, widths)
+    check_tree(tree)
     assert tree.num_nodes == num_static_nodes(widths) and tree.is_chain == (max(widths) == 1)
     for row in range(2):
         above, parents = [row + 5], {row + 5: -1}
@@ -218,7 +191,7 @@ def test_against_the_double_loop(widths):
         tables.append(random_logits(3, beam.tokens.shape[1], level))
         beam.grow(tables[-1], width)
     tree = DraftTree.of_fields(beam.fields(), len(beam.levels) - 1)
-    tree.validate()
+    check_tree(tree)
     assert tree.num_nodes == 1 + sum(widths) and tree.max_depth == len(widths)
     for row in range(3):
         expected = looped_beam(5 + row, [table[row] for table in tables], widths)
@@ -237,4 +210,4 @@ def test_a_node_without_allowed_continuations_is_the_last_choice():
     beam.grow(logits, 3)
     assert (beam.parent_places[-1] == 1).all() and beam.scores.isfinite().all()
     beam.grow(torch.full((1, 3, VOCAB), -torch.inf), 2)  # a level without any allowed token keeps its size
-    DraftTree.of_fields(beam.fields(), len(beam.levels) - 1).validate()
+    check_tree(DraftTree.of_fields(beam.fields(), len(beam.levels) - 1))

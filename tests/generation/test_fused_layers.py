@@ -8,7 +8,6 @@ from types import MethodType
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
@@ -24,7 +23,6 @@ from hf_longspec.generation.compiled.fused_layers import (
     fused_forward,
     fused_modules,
     normalized,
-    warn_of_nothing_fused,
 )
 from hf_longspec.generation.special_cases.recurrences import delta_step
 from hf_longspec.generation.target_modules import rotated
@@ -228,11 +226,3 @@ def test_other_threads_and_later_forwards_run_the_model_as_it_is(monkeypatch):
         assert not torch.equal(model(tokens).logits, plain) and calls
     assert torch.equal(found[0], plain) and torch.equal(model(tokens).logits, plain)
     assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_a_model_without_known_modules_is_named(caplog):
-    config = AutoConfig.for_model("opt", vocab_size=32, hidden_size=16, ffn_dim=16, num_hidden_layers=1)
-    config.num_attention_heads = config.word_embed_proj_dim = 4
-    config.word_embed_proj_dim = 16
-    warn_of_nothing_fused(AutoModelForCausalLM.from_config(config))
-    assert "no module of OPTForCausalLM has a fused kernel" in caplog.text

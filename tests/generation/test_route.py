@@ -17,7 +17,7 @@ from tests.watching import after, before
 @pytest.fixture(autouse=True)
 def installed():
     """Every test starts and ends with the patch in place."""
-    assert route.is_installed()
+    assert hasattr(GenerationMixin._assisted_decoding, route._STOCK)
     yield
     route.install()
 
@@ -33,7 +33,7 @@ def test_importing_installs_it_once_and_uninstalling_restores_the_very_function(
     assert getattr(GenerationMixin._assisted_decoding, route._STOCK) is stock
     for _ in range(2):
         route.uninstall()
-        assert GenerationMixin._assisted_decoding is stock and not route.is_installed()
+        assert GenerationMixin._assisted_decoding is stock
         assert not any(hasattr(getattr(owner, name), route._STOCK) for name, owner in route._OWNERS.items())
 
 

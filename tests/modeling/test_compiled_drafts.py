@@ -18,11 +18,7 @@ DFLASH = {"num_tree_nodes": 12, "block_size": 4, "markov_rank": 16, "window": 9}
 # and the forwards by their contexts. Random heads are wide, so that some of what they say is accepted.
 STEPS = {
     "eagle3": ("longspec_eagle3", {"tree_widths": [7, 5], "draft_vocab_size": 11}, {"Tree", "Level"}),
-    "dflash": (
-        "longspec_dflash",
-        DFLASH | {"confidence_head": "markov", "confidence_threshold": 0.1},
-        {"Tree", "Level"},
-    ),
+    "dflash": ("longspec_dflash", DFLASH, {"Tree", "Level"}),
     "gemma4_assistant": ("longspec_gemma4_assistant", {"tree_widths": [7, 5]}, {"Tree", "Level"}),
     "verify_hidden": ("tokenswift", {"tree_branching": [1, 40, 1], "ngram_candidates": 2}, {"Levels", "HeadLogits"}),
     "dynamic": ("tokenswift", PARTIAL, {"Levels", "HeadLogits", SparseContext}),

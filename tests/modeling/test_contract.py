@@ -126,7 +126,7 @@ VARIANTS = [
     ("longspec_dflash", "llama", NGRAMS | {"markov_rank": 4, "sample_from_anchor": True, "markov_head_type": "rnn"}),
     ("longspec_dflash", "qwen3", {"selector_rank": 4, "selector_top_k": 3, "conv_kernel_size": 2}),
     ("longspec_dflash", "gpt_oss", {"draft_vocab_size": 7, "own_head": True, "markov_rank": 3}),
-    ("longspec_dflash", "gemma3", NGRAMS | {"confidence_head": "hidden", "confidence_threshold": 0.4}),
+    ("longspec_dflash", "gemma3", NGRAMS | {"confidence_head": "hidden"}),
     ("longspec_mtp", "qwen3", {"tree_widths": [1, 1, 1], "window": "all"}),
     ("longspec_mtp", "deepseek_v3", NGRAMS),
     ("longspec_gemma4_assistant", "gemma3", NGRAMS),

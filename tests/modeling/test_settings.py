@@ -8,7 +8,6 @@ from transformers import AutoModel, GenerationConfig
 
 from hf_longspec import (
     AssistantDraftModel,
-    DFlashDraftModel,
     Eagle3DraftModel,
     LongSpecDraftModel,
     NgramDraftModel,
@@ -91,7 +90,6 @@ def test_a_default_alone_is_a_setting_that_takes_anything():
         (T, {"tree_branching": [1, 129]}, "tree_branching=.* at most 128 children"),
         (T, {"tree_branching": [1]}, "has 1 entries, expected 2 to 4"),
         (T, {"partial_kv_budget": 72}, "partial_kv_budget=72: expected an integer of at least 73"),
-        (DFlashDraftModel, {"confidence_threshold": 0.5}, "confidence_threshold=0.5: this draft has no confidence"),
         (E, {"target_layer_ids": [0, 1, "2"]}, "target_layer_ids=.*expected a list of 3 integers"),
     ],
 )

@@ -22,7 +22,7 @@ ROWS = (
      "    if gap <= tolerance:\n", "    if True:\n", "tests/generation/test_forward_check.py"),
     ("A hook that does not treat all tokens alike ends speculation", "generation/special_cases/forward_check.py",
      "    if not gap <= tolerance:\n", "    if False:\n", "tests/generation/test_hooks.py"),
-    ("A hook that declares nothing is not tried out", "generation/special_cases/hooks.py",
+    ("A hook that declares nothing is not tried out", "generation/special_cases/forward_check.py",
      "if not is_declared(hook))):", "if False)):", "tests/generation/test_hooks.py"),
     ("A model without hooks runs none of torch's for all modules", "generation/special_cases/hooks.py",
      '                vars(twin)["_compiled_call_impl"] = twin.forward\n', "                pass\n",

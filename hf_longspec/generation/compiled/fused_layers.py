@@ -54,7 +54,6 @@ MOST_STEPS = 8
 TOKENS = 3  # of a comparison
 GATES = ("silu", "sigmoid")  # activations of norms with a gate
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_NOTHING_FUSED = "compile='fused': no module of %s has a fused kernel, so its steps are captured as with 'graph'."
 
 
 class FusedRunner:
@@ -74,12 +73,6 @@ class FusedRunner:
             self._replaced[module] = fused_modules(module)
         with fused(self._replaced[module]):
             return step.run(*inputs)
-
-
-def warn_of_nothing_fused(model: nn.Module) -> None:
-    """Log that no module of a model has a fused kernel, if that is so."""
-    if not fused_modules(model):
-        logger.warning_once(_NOTHING_FUSED, type(model).__name__)
 
 
 def fused_modules(model: nn.Module) -> Replaced:

@@ -28,8 +28,8 @@ from ..draft_tree import DraftTree
 from ..special_case import FIRST_CHECKS, SpecialCase
 from ..target import TargetView
 from ..target_modules import attention_functions, plain_logits, weakly
-from .hooks import bare, hooks_of, why_undeclared
-from .trial import TRIAL_TOLERANCE, rotary_state_kept
+from .hooks import bare, hooks_of, is_declared
+from .trial import TRIAL_TOLERANCE, named, rotary_state_kept
 
 logger = logging.get_logger(__name__)
 
@@ -97,7 +97,7 @@ def check_target(
         with _noise_in_embeddings(target.model):
             return _largest_gap(run_plainly()[0], plain)
 
-    layers, origin = target.mode.replaced_layers(target)
+    layers = target.mode.replaced_layers(target)
     with _outputs_of(layers) as own:
         plain, view = run_plainly()
     left, view = _left(view, row, own, slice(None)), _after(cache, start, target, room=tree.num_nodes)
@@ -107,11 +107,11 @@ def check_target(
     except RuntimeError as error:
         if not layers or isinstance(error, torch.OutOfMemoryError):
             raise
-        raise _refusal(target, f"its recurrent layers fail after {origin}: {error}") from error
+        raise _refusal(target, f"its recurrent layers fail after their own functions: {error}") from error
     # the other rows read slots that may hold anything
     if layers:
         view.commit(torch.tensor(nodes, device=chain.device).expand_as(chain), [count] * cache.batch_size)
-        _compare_layers(target, origin, left, _left(view, row, replaced, nodes))
+        _compare_layers(target, left, _left(view, row, replaced, nodes))
     # also as it runs prompts
     ways = [plain] if single == count or target.mode.tells_single_tokens else [plain, run_plainly(count)[0]]
     _compare(target, verified[row].float(), torch.stack(ways).to(verified.device), rounding)
@@ -189,7 +189,7 @@ def _left(cache: SpeculativeCache, row: int, outputs: list[list[torch.Tensor]], 
     return states | {"output": [torch.cat(parts, 1)[row, places] for parts in outputs if parts]}
 
 
-def _compare_layers(target: TargetView, origin: str, plain: dict[str, Any], verified: dict[str, Any]) -> None:
+def _compare_layers(target: TargetView, plain: dict[str, Any], verified: dict[str, Any]) -> None:
     """Compare what the recurrent layers leave after their own functions and after ours.
 
     A choice of experts that rounding changes has an effect on later layers alone, so the smallest gap decides.
@@ -200,15 +200,18 @@ def _compare_layers(target: TargetView, origin: str, plain: dict[str, Any], veri
         pairs = [(one.float(), other.to(one.device)) for one, other in zip(tensors, verified[name], strict=True)]
         gaps = [float((a - b).norm() / a.norm()) if a.shape == b.shape else math.inf for a, b in pairs]
         if (gap := min(gaps, default=0)) > tolerance:
-            which = f"the {name} of its recurrent layers differs from that of {origin}"
+            which = f"the {name} of its recurrent layers differs from that of their own functions"
             raise _refusal(target, f"{which} by {gap:.3g} of its norm or more; the tolerance is {tolerance:.3g}")
 
 
-def _refusal(target: TargetView, reason: str) -> ValueError:
+OF_KERNELS = "These are kernels of fla, mamba-ssm and causal-conv1d where those are installed: try other versions"
+
+
+def _refusal(target: TargetView, reason: str, remedy: str = OF_KERNELS) -> ValueError:
     return ValueError(
-        f"{type(target.model).__name__} cannot be verified: {reason}. Try other versions of these packages, or call "
-        "generate() without assistant_model. draft.generation_config.check_target = False skips this check, and the "
-        "text may then be wrong."
+        f"{type(target.model).__name__} cannot be verified: {reason}. {remedy}, or call generate() without "
+        "assistant_model. draft.generation_config.check_target = False skips this check, and the text may then be "
+        "wrong."
     )
 
 
@@ -228,22 +231,17 @@ def _compare(
         tolerance = max(tolerance, MOST_TIMES * rounding())
     if gap <= tolerance:
         return
-    name = type(target.model).__name__
     difference = (
         f"the logits of a verified tree and of plain forwards of the same tokens differ by up to {gap:.3g}; the "
         f"tolerance is {tolerance:.3g} ({tolerance / spread if spread else math.nan:.3g} of their standard deviation)"
     )
     if is_exact:
-        raise ValueError(
-            f"{name} cannot be verified: {difference}. It may ignore position_ids, the tree mask or its own "
-            "sliding window, or treat forwards of one token otherwise. Call generate() without assistant_model, and "
-            "report the model. draft.generation_config.check_target = False skips this check, and the text may then be "
-            "wrong."
-        )
+        cause = "It may ignore position_ids, the tree mask or its own window, or treat forwards of one token otherwise"
+        raise _refusal(target, difference, f"{cause}: report the model")
     logger.warning(
         "%s: %s. In this precision, rounding or another choice of experts can be the cause. Compare in float32, or "
         "check the text with hf_longspec.audit.",
-        name,
+        type(target.model).__name__,
         difference,
     )
 
@@ -292,8 +290,12 @@ def why_not_hooked(call: Call, num_nodes: int) -> str | None:
     target = call.target
     if not (hooks := hooks_of(target.model)):
         return None
-    if (reason := why_undeclared(hooks)) is not None:
-        return reason
+    if undeclared := list(dict.fromkeys(name for name, hook in hooks if not is_declared(hook))):
+        return (
+            f"forward hook or patched forward {', '.join(undeclared)}: a draft changes the number and the size of "
+            "forwards, and only its owner knows whether it treats all tokens alike and keeps no state. Set its "
+            "attribute stateless = True if so, or remove it."
+        )
     hooked, key = target.known.hooked, (num_nodes, target.model.dtype, *(weakly(hook) for _, hook in hooks))
     if key not in hooked:
         names = ", ".join(dict.fromkeys(name for name, _ in hooks))
@@ -310,11 +312,7 @@ def _why_not_alike(call: Call, num_nodes: int, what: str) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a hook may raise anything
-        message = (str(error) or "no message").splitlines()[0]
-        return (
-            f"{what}, and fails in a verification: {type(error).__name__}: {message}. Make it take any number of "
-            "tokens, or remove it."
-        )
+        return f"{what}, and fails in a verification: {named(error)}. Make it take any number of tokens, or remove it."
     if not gap <= tolerance:
         return (
             f"{what}, and does not treat all tokens alike: logits of a tree differ by up to {gap:.3g} from those of "

@@ -105,14 +105,3 @@ def _bound_by(function: Any) -> Any:
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__func__", function)
-
-
-def why_undeclared(hooks: list[Hook]) -> str | None:
-    """Return why a draft cannot be used with these hooks of a user; `None` if all declare to treat tokens alike."""
-    if names := list(dict.fromkeys(name for name, hook in hooks if not is_declared(hook))):
-        return (
-            f"forward hook or patched forward {', '.join(names)}: a draft changes the number and the size of forwards, "
-            "and only its owner knows whether it treats all tokens alike and keeps no state. Set its attribute "
-            "stateless = True if so, or remove it."
-        )
-    return None

@@ -28,6 +28,7 @@ from ..special_case import SpecialCase
 from ..target import TargetView
 from ..target_modules import before_forward
 from .hooks import bare
+from .trial import ignores
 
 # Inputs `(batch, T)` that transformers cuts along with the tokens. 0 is text in all models that are supported.
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -41,7 +42,7 @@ def inputs_beside_tokens(call: Call) -> dict[str, Any]:
         inputs["mm_encoder_outputs"] = None  # what generate() made of pixels and the like, and here there were none
     inputs = {name: value for name, value in inputs.items() if value is not None}
     inputs = {name: value for name, value in inputs.items() if not is_dropped(call, name)}
-    are_text = (name in TOKEN_TYPES and not value.any() and target.ignores(name) for name, value in inputs.items())
+    are_text = (name in TOKEN_TYPES and not value.any() and ignores(target, name) for name, value in inputs.items())
     return {} if all(are_text) else inputs
 
 
@@ -84,7 +85,7 @@ def of_every_forward(target: TargetView, input_ids: torch.Tensor, inputs: dict[s
         name
         for name, value in inputs.items()
         if passed.get(name) is not None
-        and not (target.ignores(name) if name in TOKEN_TYPES else target.ignores(name, value))
+        and not (ignores(target, name) if name in TOKEN_TYPES else ignores(target, name, value))
     }
 
 

@@ -30,7 +30,7 @@ from ..special_case import LayerTraits, VerificationMode
 from ..target_modules import plain_forward, plain_logits, shape_of
 from .hooks import bare
 from .stock_forwards import PlainForwards, PromptsOfForwards
-from .trial import HALF_TRIAL_TOLERANCE, HYBRID, TRIAL_TOLERANCE, cut_by_the_stock_cache, ignores
+from .trial import HALF_TRIAL_TOLERANCE, HYBRID, TRIAL_TOLERANCE, cut_by_the_stock_cache, named
 
 SLIDING_LAYER, CHUNKED_LAYER = "sliding_attention", "chunked_attention"
 # Attention implementations of transformers that take a mask for each query and key.
@@ -235,9 +235,7 @@ def try_mask(model: PreTrainedModel, config: Any) -> LayerTraits:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        message = (str(error) or "no message").splitlines()[0]
-        reasons = [f"a forward of a few tokens failed under a mask of its own: {type(error).__name__}: {message}"]
-        return LayerTraits((), reasons, None)
+        return LayerTraits((), [f"a forward of a few tokens failed under a mask of its own: {named(error)}"], None)
     kinds = getattr(config, "layer_types", None) or ("full_attention",) * config.num_hidden_layers
     sizes = {SLIDING_LAYER: shape_of(config, "sliding_window"), CHUNKED_LAYER: shape_of(config, "attention_chunk_size")}
     windows = tuple(sizes.get(kind) for kind in kinds)
@@ -319,21 +317,6 @@ def _after_padding(model: PreTrainedModel, config: Any, prompt: Tensor, token: T
     return logits
 
 
-@torch.no_grad()
-def ignores_zeros_by_logits(model: PreTrainedModel, config: Any, name: str) -> bool:
-    """Return whether zeros as input `name` change no logit of a short prompt."""
-    model, tokens = bare(model), torch.arange(FIRST_TOKEN, LAST_TOKEN, device=model.device)[None]
-    caches = (SpeculativeCache(config, 1, tokens.shape[1]) for _ in range(2))
-    try:
-        without, with_zeros = (
-            _logits(model, cache, tokens, **more)
-            for cache, more in zip(caches, ({}, {name: torch.zeros_like(tokens)}), strict=True)
-        )
-    except Exception:  # it refuses this input, so nothing is known
-        return False
-    return torch.equal(without, with_zeros)
-
-
 def why_not_masked(model: PreTrainedModel, config: Any) -> list[str]:
     """Return reasons why a model cannot be verified by masks, as far as its class and its text config tell."""
     reasons = []
@@ -392,11 +375,6 @@ class MaskedMode(VerificationMode):
 
     def trial(self, model: PreTrainedModel, config: Any) -> LayerTraits:
         return try_mask(model, config)
-
-    def ignores(self, target: Any, name: str, value: Any) -> bool:
-        if value is None:
-            return ignores_zeros_by_logits(target.model, target.config, name)
-        return ignores(target.model, target.config, name, value)
 
     def attention(self, target: Any) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -29,7 +29,7 @@ from ..drafter import DrafterAround, Verification
 from ..sampling import TokenRule, declared, is_history_free, is_of_transformers
 from ..special_case import SpecialCase
 from ..target import Step
-from ..verification import Acceptance, accept_rejection
+from ..verification import Acceptance
 
 logger = logging.get_logger(__name__)
 
@@ -74,6 +74,7 @@ class ColumnRule(TokenRule):
     """
 
     fits_graphs = False  # processors that are not known run on the host
+    takes_drawn_tokens = False
 
     def __init__(self, processors: LogitsProcessorList, *arguments: Any):
         super().__init__(LogitsProcessorList(filter(is_known, processors)), *arguments)
@@ -86,11 +87,11 @@ class ColumnRule(TokenRule):
         """Accept equally many nodes in every row, up to the first that is refused or ends a row."""
         rows = torch.arange(logits.shape[0], device=logits.device)
         is_done = on_device(self.sequences.done, rows.device).bool()
-        draws, node = self.draws_for(tree), torch.zeros_like(rows)
+        node = torch.zeros_like(rows)
         path, emitted, scores = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         while True:
             scores.append(self._of_column(logits[rows, node]))
-            token = self.choose(scores[-1], len(path)) if tree.q is None else _drawn_by_rejection(tree, scores, *draws)
+            token = self.choose(scores[-1], len(path))
             token = token.masked_fill(is_done, self.sequences.pad_token_id)
             path.append(node)
             emitted.append(token)
@@ -117,18 +118,6 @@ class ColumnRule(TokenRule):
         self.processor_seconds += time.perf_counter() - started
         self.num_processed_nodes += 1
         return scores
-
-
-def _drawn_by_rejection(tree: DraftTree, scores: list[torch.Tensor], uniforms: Any, noise: Any) -> torch.Tensor:
-    """Return the tokens `(batch,)` that [`accept_rejection`] emits after a chain of accepted nodes, by their scores."""
-    assert tree.q is not None
-    nodes = slice(len(scores) - 1, len(scores) + 1)  # the last accepted one, and the next if there is one
-    chain = DraftTree.chain(tree.tokens[:, nodes], tree.valid[:, nodes], tree.q[:, nodes])
-    # scores of the next node decide only what follows it
-    of_nodes = torch.stack([scores[-1]] * chain.num_nodes, 1)
-    return accept_rejection(
-        chain, of_nodes, uniforms[:, nodes.start : nodes.start + chain.num_nodes - 1], noise
-    ).tokens[:, 0]
 
 
 class PaddingDrafter(DrafterAround):

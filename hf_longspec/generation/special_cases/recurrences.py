@@ -18,7 +18,6 @@ Symbols: B rows, N nodes, H heads, K size of the window of a convolution.
 """
 
 import functools
-import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -458,8 +457,6 @@ RECURRENCES: dict[str, Callable] = {
     "mamba_selective_scan": _mamba1,
 }
 CONVOLUTION = "causal_conv1d_fn"
-# Packages whose kernels transformers calls in place of these functions where they are installed.
-_PACKAGES = {_delta_rule: "fla", _mamba2: "mamba_ssm", _mamba1: "mamba_ssm", _convolution: "causal_conv1d"}
 # Names or places of their arguments, and values with which a token leaves a state as it is.
 _UNCHANGED: dict[Callable, dict[Any, float]] = {
     _delta_rule: {"g": 0.0, "beta": 0.0},
@@ -504,13 +501,6 @@ def why_not_replaceable(model: nn.Module, config: Any) -> list[str]:
     if getattr(model, "_use_kernels", False):
         reasons.append("use_kernels=True replaces the recurrence of its layers; load it without use_kernels")
     return reasons
-
-
-def origin_of_functions(model: nn.Module) -> str:
-    """Return words for where the functions of a model's recurrent layers come from: packages, or transformers."""
-    packages = {_PACKAGES[RECURRENCES.get(name, _convolution)] for name in _functions_of(model)}
-    installed = sorted(name for name in packages if importlib.util.find_spec(name))
-    return f"the kernels of {', '.join(installed)}" if installed else "the functions of transformers"
 
 
 def limits_steps(model: nn.Module) -> bool:

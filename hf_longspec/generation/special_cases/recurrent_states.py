@@ -32,7 +32,6 @@ from .recurrences import (
     ignores_earlier_states,
     limits_steps,
     mixers,
-    origin_of_functions,
     recurrences_replaced,
     why_not_replaceable,
 )
@@ -520,8 +519,8 @@ class RecurrentMode(HybridMode):
             reasons.append("it has chunked attention, which the attention backends do not support")
         return reasons + super().why_not(target)
 
-    def replaced_layers(self, target: Any) -> tuple[list[Any], str]:
-        return mixers(target.model), origin_of_functions(target.model)
+    def replaced_layers(self, target: Any) -> list[Any]:
+        return mixers(target.model)
 
     def continues_texts(self, target: Any) -> bool:
         """Return whether no layer limits its step sizes, or ignores its state, in forwards of several tokens alone."""

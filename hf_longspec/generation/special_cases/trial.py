@@ -57,28 +57,31 @@ class HybridMode(VerificationMode):
     def trial(self, model: PreTrainedModel, config: Any) -> LayerTraits:
         return try_backends(model, config)
 
-    def ignores(self, target: Any, name: str, value: Any) -> bool:
-        if value is not None:
-            return ignores(target.model, target.config, name, value)
-        ignored = target.traits_by(self).ignored
-        if name not in ignored:
-            ignored[name] = ignores_zeros(target.model, target.config, name)
-        return ignored[name]
 
+def ignores(target: Any, name: str, value: Any = None) -> bool:
+    """Return whether the input `value` of a model changes nothing of text after a prefix.
 
-def ignores_zeros(model: PreTrainedModel, config: Any, name: str) -> bool:
-    """Return whether zeros as input `name` have the same effect as no input, as is common for token types."""
-    zeros = {name: torch.zeros(1, QUERIES, dtype=torch.long, device=model.device)}
-    without, with_zeros = _run(model, config), _run(model, config, more=zeros)
-    return not with_zeros.reasons() and not with_zeros.differs_from(without)
-
-
-def ignores(model: PreTrainedModel, config: Any, name: str, value: Any) -> bool:
-    """Whether the tensor `value` changes nothing of text after a prefix: say, sizes of an image without its pixels."""
-    if not isinstance(value, torch.Tensor):  # settings, whose effect may be outside of the logits
+    Such an input may be the size of an image without its pixels. Without a value, the answer is for zeros at the
+    beginning of a text, which is found once and has the same effect as no input for most token types.
+    """
+    if not target.mode.takes_inputs:
         return False
+    if value is None:
+        ignored = target.traits.ignored
+        if name not in ignored:
+            zeros = torch.zeros(1, QUERIES, dtype=torch.long, device=target.model.device)
+            ignored[name] = _ignores(target, name, zeros, 0)
+        return ignored[name]
+    # settings may have effects outside of the logits
+    return isinstance(value, torch.Tensor) and _ignores(target, name, value, QUERIES)
+
+
+def _ignores(target: Any, name: str, value: torch.Tensor, offset: int) -> bool:
+    """Return whether an input of two tokens after a claimed prefix changes none of what their forward shows."""
+    model, config = target.model, target.config
     try:
-        without, with_value = _run(model, config, QUERIES), _run(model, config, QUERIES, more={name: value})
+        with target.attention():
+            without, with_value = _run(model, config, offset), _run(model, config, offset, {name: value})
     except Exception:  # some models refuse it without the pixels, which is no proof of either
         return False
     same = with_value.reasons() == without.reasons() and torch.equal(with_value.logits, without.logits)
@@ -94,8 +97,7 @@ def try_backends(model: PreTrainedModel, config: Any) -> LayerTraits:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        message = (str(error) or "no message").splitlines()[0]
-        failed = f"a forward of two tokens failed under its attention: {type(error).__name__}: {message}"
+        failed = f"a forward of two tokens failed under its attention: {named(error)}"
         return LayerTraits((), [failed], None, is_reached=False)
     windows = {layer: found.window for layer, found in later.layers.items()}
     if any(layer is None or layer < 0 for layer in windows):
@@ -121,6 +123,11 @@ def try_backends(model: PreTrainedModel, config: Any) -> LayerTraits:
     of_layers = tuple(windows.get(layer) for layer in range(max(windows, default=-1) + 1))
     is_reached = bool(windows) and not missing
     return LayerTraits(of_layers, reasons, cut_by_the_stock_cache(config, windows), is_reached=is_reached)
+
+
+def named(error: Exception) -> str:
+    """Return the class of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
 
 
 def _lengths(config: Any) -> Iterable[int]:

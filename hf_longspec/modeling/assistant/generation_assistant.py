@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 from transformers.generation.candidate_generator import AssistantToTargetTranslator
-from transformers.utils import logging
 
 from ...attention_backends.contexts import LevelContext, TreeContext
 from ...attention_backends.lengths import SeqLens, on_device
@@ -33,8 +32,6 @@ from ...generation.drafter import Binding, Drafter, Verification, drafted_tokens
 from ...generation.special_cases.recurrences import ignores_earlier_states
 from ...generation.target import Forward, Forwards, TargetView
 from ..shared.sparse_caches import WindowedCache
-
-logger = logging.get_logger(__name__)
 
 # Tokens that one forward runs to catch up with a text that grew without the draft.
 CATCH_UP = 64
@@ -120,7 +117,7 @@ class AssistantDrafter(Drafter):
         self.window, self.mask_token = draft.setting("window"), draft.config.pard_token
         self.translation: Translation | None = draft.translation
         self.chunk_size = draft.setting("prefill_chunk_size")
-        self.is_drawn = draft.setting("acceptance") == "rejection"
+        self.is_drawn = draft.draws_tokens and (binding.rule is None or binding.rule.takes_drawn_tokens)
         self.shape: Shape = draft.shape()
         self.num_nodes, self.max_depth = size_of(self.shape)
         self.largest = [1] * self.shape if isinstance(self.shape, int) else self.shape
@@ -161,7 +158,6 @@ class AssistantDrafter(Drafter):
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Run the tokens that were committed without the draft, or the prompts. The last one waits for the root."""
         with self.attention(), torch.no_grad():
-            self._warn_of_length(max(map(len, texts)))
             texts = [text.to(self.device) for text in texts]
             missing = [len(text) - length for text, length in zip(texts, self.cache.positions, strict=True)]
             if not max(self.cache.lengths.host) or max(missing) > (self.window or max(map(len, texts))):
@@ -457,14 +453,6 @@ class AssistantDrafter(Drafter):
     def _missing(self, texts: Sequence[torch.Tensor]) -> list[int]:
         pairs = zip(texts, self.cache.positions, strict=True)
         return [min(CATCH_UP, max(0, len(text) - 1 - start)) for text, start in pairs]
-
-    def _warn_of_length(self, length: int) -> None:
-        most = getattr(self.assistant.config, "max_position_embeddings", None)
-        if most and length > most:
-            logger.warning_once(
-                f"the prompt has {length} tokens, but the draft {type(self.assistant.model).__name__} has only {most} "
-                "positions: the output is still exact, but fewer drafted tokens may be accepted."
-            )
 
 
 @dataclass(eq=False)

@@ -10,18 +10,13 @@ from typing import Any
 
 import torch
 
-from ...generation.draft_tree import Beam, DraftTree
-from ...generation.drafter import Binding
+from ...generation.draft_tree import Beam
 from ..shared.aux_drafter import AuxDrafter
 from ..shared.beams import Tensors
 
 
 class DFlashDrafter(AuxDrafter):
     """Draft a chain, or the tree of the most probable paths, from one forward over a block."""
-
-    def __init__(self, binding: Binding, draft: Any):
-        super().__init__(binding, draft)
-        self.threshold: float | None = draft.setting("confidence_threshold")
 
     def shape_of(self, draft: Any) -> tuple[list[int], int]:
         return draft.tree_shape
@@ -66,37 +61,6 @@ class DFlashDrafter(AuxDrafter):
         slot = slice(draft.config.first_slot + depth, draft.config.first_slot + depth + 1)
         row, memory = draft.next_logits(logits[:, slot], hidden[:, slot], tokens, memory)
         return row, logits, hidden, memory
-
-    def propose(self, root: torch.Tensor) -> DraftTree:
-        """Return a chain or tree after `root` `(batch,)`. Padding at its end is dropped if no step is captured."""
-        tree = super().propose(root)
-        # n-grams follow the whole tree
-        if self.threshold is None or self.ngram_depth or self.binding.target.steps.runner is not None:
-            return tree
-        places = torch.arange(tree.num_nodes, device=tree.valid.device)
-        size = 1 + max(1, int((tree.valid * places).max()))
-        fields = (*(part[:, :size] for part in tree.fields[:4]), tree.mask[:, :size, :size])
-        return DraftTree.of_fields(fields, min(tree.max_depth, size - 1), tree.is_chain)
-
-    def cut(self, fields: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
-        """Make nodes padding whose confidence, times those of their ancestors, is below the threshold."""
-        if self.threshold is None:
-            return fields
-        tokens, parents, valid, depths, mask = fields
-        draft, hidden = self.draft, states[1]
-        slots = (draft.config.first_slot + depths - 1).clamp_min(0).to(hidden.device)
-        before = tokens.gather(1, parents.clamp_min(0)).to(hidden.device)
-        of_slots = hidden.gather(1, slots[..., None].expand(-1, -1, hidden.shape[2]))
-        confidence = draft.confidence_logits(of_slots, before).float().sigmoid().to(tokens.device)
-        confidence = confidence.masked_fill(depths == 0, 1)
-        product = torch.where(mask, confidence[:, None], 1).prod(-1)
-        valid = valid & (product >= self.threshold)
-        itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
-        return tokens, parents, valid, depths * valid, (mask & valid[..., None]) | itself
-
-    @property
-    def key(self) -> tuple:
-        return *super().key, self.threshold
 
     def _block(self, root: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """Return the states `(B, S, hidden)` of blocks that begin with `root` `(B,)` at `anchors` `(B,)`."""

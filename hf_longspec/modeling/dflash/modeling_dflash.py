@@ -48,7 +48,7 @@ class DFlashConfig(AuxConfig):
     markov_rank: int = 0  # rank of the head that corrects a slot's logits by the token before it (DSpark); 0 without
     markov_head_type: str = "vanilla"  # or "gated" or "rnn"
     # "hidden" or "markov" for a head that says how likely a slot's token is accepted, from the slot's state or also
-    # from the token before it. A setting cuts blocks by it.
+    # from the token before it. It is read from checkpoints and trained; drafting does not use it.
     confidence_head: str | None = None
     conv_kernel_size: int = 0  # taps of the convolutions inside a block (DFlash2); 0 without
     conv_group_size: int = 16  # features that share a kernel
@@ -257,12 +257,6 @@ class DFlashDraftModel(AuxDraftModel):
             int,
             least=2,
         ),
-        "confidence_threshold": Setting(
-            None,
-            "A token is not drafted if the product of the confidences up to it is below this; None drafts all.",
-            float,
-            most=1,
-        ),
         "causal": Setting(None, "As the field of the config, which it replaces.", bool),
     }
 
@@ -416,13 +410,8 @@ class DFlashDraftModel(AuxDraftModel):
         return self.tree_shape[1]
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse targets of other sizes, layers that do not exist, the target's final state, and unknown confidence."""
+        """Refuse targets of other sizes, layers that do not exist, and the target's final state."""
         super().check_settings(target)
-        if (threshold := self.setting("confidence_threshold")) is not None and self.confidence_head is None:
-            raise ValueError(
-                f"confidence_threshold={threshold}: this draft has no confidence head. Set it to None, or use a draft "
-                "of DSpark."
-            )
         if (last := max(self.layers_of(target.config))) >= target.num_layers:
             raise ValueError(
                 f"target_layer_ids has {last}, the final state of a target of {target.num_layers} layers: projects "

@@ -21,8 +21,8 @@ class Eagle3Drafter(AuxDrafter):
     def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         if not depth:
             return shared[:4]
-        angles = (part[:, depth : depth + 1] for part in shared[5:])
-        return self.of_parents(beam, states[0]), beam.tokens, beam.ancestor_mask, *angles, *states[1:]
+        of_level = (part[:, depth : depth + 1] for part in shared[4:])
+        return self.of_parents(beam, states[0]), beam.tokens, beam.ancestor_mask, *of_level, *states[1:]
 
     def level(self, changing: Tensors, depth: int, prefix: None) -> Tensors:
         """Return logits `(B, n, draft vocabulary)` and states `(B, n, hidden)` after the newest level of a beam.
@@ -42,7 +42,9 @@ class Eagle3Drafter(AuxDrafter):
         What the nodes of the tree see of every ring follows.
         """
         outputs, states = self._enter(aux_hidden_states, tokens, positions, last)
-        seen = (self.seen(ring, positions.gather(1, last)) for ring in self.rings)
+        end = positions.gather(1, last)
+        # The window does not move while drafting. The root's entry is a committed one, so its node is not seen.
+        seen = (torch.nn.functional.pad(ring.visible(end), (0, 1)) for ring in self.rings)
         return self.head(outputs), states, *seen
 
     def next_level(
@@ -50,6 +52,7 @@ class Eagle3Drafter(AuxDrafter):
         states: torch.Tensor,
         tokens: torch.Tensor,
         ancestor_mask: torch.Tensor,
+        position: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
         *seen: torch.Tensor,
@@ -60,7 +63,8 @@ class Eagle3Drafter(AuxDrafter):
             states (`torch.Tensor` of shape `(B, n, hidden)`): State of each node's parent.
             tokens (`torch.LongTensor` of shape `(B, n)`): Tokens of the level.
             ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
-            cos (`torch.Tensor` of shape `(B, 1, D)`): Cosines of the position of the level.
+            position (`torch.LongTensor` of shape `(B, 1)`): Position of the level.
+            cos (`torch.Tensor` of shape `(B, 1, D)`): Cosines of it.
             sin (`torch.Tensor` of shape `(B, 1, D)`): Sines of it.
             *seen (`torch.BoolTensor` of shape `(B, 1, slots + 1)`): What nodes see of every ring, and of the root.
         """
@@ -68,7 +72,8 @@ class Eagle3Drafter(AuxDrafter):
         def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             ring = self.rings[index]
             ring.stage(key, value, ancestor_mask.shape[2] - ancestor_mask.shape[1])
-            return self.attend(query, ring.keys, ring.values, self.seen_by_nodes(seen[index], ancestor_mask))
+            mask = self.with_ancestors(seen[index], ancestor_mask[:, :, 1:])  # the root is in `seen`
+            return self.attend(query, ring.keys, ring.values, mask)
 
         embedded = self.embed(tokens)
         outputs, states = self.draft.run(states, embedded, (cos, sin), attend)

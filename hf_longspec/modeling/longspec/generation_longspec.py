@@ -13,7 +13,7 @@ import torch
 from transformers.utils import logging
 
 from ...generation.draft_tree import Beam
-from ...generation.drafter import Binding, Verification, last_of
+from ...generation.drafter import Binding, Verification
 from ...generation.target_modules import PartOfHead, TargetParts
 from ..shared.beams import CacheReader, PrefixStates, Tensors
 
@@ -52,57 +52,46 @@ class LongSpecDrafter(CacheReader):
         ends = torch.tensor([len(text) for text in texts], device=self.device)
         positions = ends[:, None] - width + torch.arange(width, device=self.device)
         self._remember(tokens, positions, positions >= 0)
-        self.last_token = torch.stack([text[-1] for text in texts])
 
     def inputs(self, root: torch.Tensor) -> Tensors:
-        """Return the last emitted and the last committed token of every row, `(B,)` each."""
-        return root, self.last_token
+        return (root,)
 
     def begin(self, inputs: Tensors, prefix: PrefixStates) -> Tensors:
-        """Return the last committed tokens `(B,)`; positions, slots of the window, cosines and sines of all levels."""
-        # one column per depth, and one for the last committed token, whose keys may be missing, see observe
-        positions = prefix.lengths.on(self.device)[:, None] + torch.arange(-1, len(self.widths), device=self.device)
-        return inputs[1], positions, self.ring.visible(positions[:, 1:]), *self._rotary(positions, self.ring.keys)
+        """Return slots of the window `(B, levels, slots)`, cosines and sines `(B, levels, D)` of all levels."""
+        positions = prefix.lengths.on(self.device)[:, None] + torch.arange(len(self.widths), device=self.device)
+        return self.ring.visible(positions), *self._rotary(positions, self.ring.keys)
 
     def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
-        return beam.tokens, beam.ancestor_mask, *shared
+        return beam.tokens, beam.ancestor_mask, *(part[:, depth : depth + 1] for part in shared)
 
     def level(self, changing: Tensors, depth: int, prefix: PrefixStates) -> Tensors:
-        """Return logits `(B, n, V)` after the newest level. The first one also runs the last committed token."""
-        tokens, ancestor_mask, last_token, positions, seen, cos, sin = changing
-        columns = slice(depth + 1, depth + 2)
-        mask = self.with_ancestors(seen[:, depth : depth + 1], ancestor_mask)
-        if depth == 0:
-            columns, tokens = slice(0, 2), torch.stack([last_token, tokens[:, 0]], 1)
+        """Return logits `(B, n, V)` after the newest level."""
+        tokens, ancestor_mask, seen, *rotary = changing
+        mask = self.with_ancestors(seen, ancestor_mask)
 
         def attend_self(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            if depth == 0:
-                self.ring.fill(key[:, :, :1], value[:, :, :1], positions[:, :1])
-                key, value = key[:, :, 1:], value[:, :, 1:]
             self.ring.stage(key, value, ancestor_mask.shape[2] - ancestor_mask.shape[1])
             return self.attend(query, self.ring.keys, self.ring.values, mask)
 
         hidden = self.parts.embed(tokens).to(self.device, self.dtype)
-        rotary, attend_target = (cos[:, columns], sin[:, columns]), partial(self.attend_prefix, prefix)
-        hidden = self.block(hidden, rotary, self.parts, attend_self, attend_target, ancestor_mask.shape[1])
+        hidden = self.block(hidden, rotary, self.parts, attend_self, partial(self.attend_prefix, prefix))
         return (self.head(hidden),)
 
     def row_states(self) -> Sequence[torch.Tensor]:
-        return *self.ring.row_states, self.last_token
+        return self.ring.row_states
 
     def observe(self, verification: Verification) -> None:
-        """Keep the keys of the accepted nodes. Nodes of the deepest level have none until the next draft."""
+        """Keep the keys of the accepted nodes."""
         assert verification.tree is not None
         path, counts, lengths = verification.path, verification.num_nodes, verification.prefix_lengths
-        # nodes of other drafters have no keys in the ring
-        keep = self.compute_again if self.ngram_depth else self.keep_nodes
-        on = path.device
-        self.last_token = self.run(keep, verification.tree.tokens, path, counts.on(on), lengths.on(on))
+        self.run(self.keep_nodes, verification.tree.tokens, path, counts.on(path.device), lengths.on(path.device))
 
     def keep_nodes(
         self, tokens: torch.Tensor, path: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor
-    ) -> torch.Tensor:
-        """Keep the keys of the accepted nodes, and return the last committed token `(B,)` of every row.
+    ) -> tuple[()]:
+        """Compute the keys of the accepted nodes from their tokens.
+
+        Those of drafting are not kept: nodes of the deepest level have none, nor have nodes of other drafters.
 
         Args:
             tokens (`torch.LongTensor` of shape `(B, N)`): Tokens of all nodes.
@@ -110,19 +99,12 @@ class LongSpecDrafter(CacheReader):
             counts (`torch.LongTensor` of shape `(B,)`): Number of accepted nodes.
             lengths (`torch.LongTensor` of shape `(B,)`): Number of tokens before them.
         """
-        self.ring.keep(*(x.to(self.device) for x in (path, counts, lengths)))
-        return last_of(tokens.gather(1, path), counts)
-
-    def compute_again(
-        self, tokens: torch.Tensor, path: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor
-    ) -> torch.Tensor:
-        """Compute the keys of the accepted nodes from their tokens; otherwise as `keep_nodes`."""
         committed, places = tokens.gather(1, path), torch.arange(path.shape[1], device=self.device)
         count, length = counts[:, None].to(self.device), lengths[:, None].to(self.device)
         # a path may be longer than the window, which then keeps its last tokens
         mask = (places < count) & (places >= count - self.config.window)
         self._remember(committed, length + places, mask)
-        return last_of(committed, counts)
+        return ()
 
     def _remember(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> None:
         """Store keys and values of `tokens` `(B, T)` in the ring where `mask` `(B, T)` is True."""

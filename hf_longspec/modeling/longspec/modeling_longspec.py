@@ -205,18 +205,14 @@ class LongSpecBlock(GradientCheckpointingLayer):
         parts: TargetParts,
         attend_self: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
         attend_target: Callable[[torch.Tensor], torch.Tensor],
-        num_queries: int | None = None,
     ) -> torch.Tensor:
-        """Return the hidden states `(B, Q, hidden)` of the last Q = `num_queries` tokens, by default of all N.
+        """Return the hidden states `(B, N, hidden)` of N tokens.
 
-        Attention takes queries `(B, H, Q, D)`, that of the draft also keys and values `(B, K, N, D)`.
+        Attention takes queries `(B, H, N, D)`, that of the draft also keys and values `(B, K, N, D)`.
         """
         normed = self.input_layernorm(hidden)
         key, value = self.self_attn.key_value(normed)
         query, key = parts.rotate(self.self_attn.query(normed), key, *rotary)
-        if num_queries not in (None, query.shape[2]):
-            hidden, query = hidden[:, -num_queries:], query[:, :, -num_queries:]
-            rotary = rotary[0][:, -num_queries:], rotary[1][:, -num_queries:]
         hidden = hidden + self.self_attn.output(attend_self(query, key, value))
         if self.cross_attn is not None:
             query = self.cross_attn.query(self.post_self_attention_layernorm(hidden))

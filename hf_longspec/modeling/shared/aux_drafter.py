@@ -138,18 +138,6 @@ class AuxDrafter(BeamDrafter):
         """
         raise NotImplementedError
 
-    def seen(self, ring: WindowRing, end: torch.Tensor) -> torch.Tensor:
-        """Return what all nodes see of a ring whose last entry is at `end` `(B, 1)`, and of the root.
-
-        The result has the shape `(B, 1, slots + 1)`. The window does not move while drafting. The root's entry is a
-        committed one, so its node is not seen.
-        """
-        return torch.nn.functional.pad(ring.visible(end), (0, 1))
-
-    def seen_by_nodes(self, seen: torch.Tensor, ancestor_mask: torch.Tensor) -> torch.Tensor:
-        """Return what nodes see, `(B, n, slots + N)`: the result of `seen`, and their ancestors `(B, n, N)`."""
-        return self.with_ancestors(seen, ancestor_mask[:, :, 1:])
-
     @property
     def most_new(self) -> int:
         """Most tokens that a verification commits per row."""

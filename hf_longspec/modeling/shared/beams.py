@@ -23,6 +23,7 @@ from ...generation.draft_tree import Beam, DraftTree
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import FixedStep, GraphKey
 from ...generation.target_modules import written
+from .sparse_caches import SINK_TOKENS, select_window
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -59,7 +60,6 @@ class WindowRing:
         self.values = torch.zeros(*shape, value_dim or head_dim, dtype=dtype, device=device)
         # position of the token in each slot; a negative position marks an empty slot
         self.positions = torch.full((batch_size, self.spare + 1), -1, device=device)
-        self._rows = torch.arange(batch_size, device=device)[:, None]
         self._slots = torch.arange(self.spare, device=device)
 
     def clear(self) -> None:
@@ -93,18 +93,6 @@ class WindowRing:
     def stage(self, keys: torch.Tensor, values: torch.Tensor, first_node: int) -> None:
         """Store keys and values `(B, K, n, D)` of n nodes of the tree, from node `first_node` on."""
         written(keys, values, self.keys, self.values, self._slots, self.size + first_node)
-
-    def keep(self, path: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Move the first `counts` `(B,)` nodes of `path` `(B, M)` into the ring; M is at most `window`.
-
-        `lengths` `(B,)` are the positions of the roots.
-        """
-        places = torch.arange(path.shape[1], device=path.device)
-        positions = torch.where(places < counts[:, None], lengths[:, None] + places, -1)
-        source = self.size + path
-        # advanced indices around a slice give the shape (B, M, K, D)
-        keys, values = self.keys[self._rows, :, source], self.values[self._rows, :, source]
-        self.fill(keys.transpose(1, 2), values.transpose(1, 2), positions)
 
     def visible(self, positions: torch.Tensor) -> torch.Tensor:
         """Return which slots queries at `positions` `(B, n)` attend to, `(B, n, size)`, the tree's excluded."""
@@ -270,7 +258,7 @@ class BeamDrafter(Drafter):
             everywhere = logits.new_full((*logits.shape[:-1], self.binding.target.vocab_size), -torch.inf)
             logits = everywhere.index_copy(2, token_ids, logits)
             beam.grow(self.coupling.scores(logits, known, depth, beam.paths), width)
-        return self.cut(beam.fields(self.num_nodes), states)
+        return beam.fields(self.num_nodes)
 
     def _grow_at_once(self, inputs: tuple[torch.Tensor, ...], known: Sequence[torch.Tensor], prefix: Any) -> Any:
         """Draft a tree in one graph, if that is possible."""
@@ -284,10 +272,6 @@ class BeamDrafter(Drafter):
             return result or self.level(changing, depth, prefix)
 
         return self.grow(inputs, known, prefix, level)
-
-    def cut(self, fields: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
-        """Return the fields of a tree, maybe with some nodes made padding; `states` are results of the last level."""
-        return fields
 
     def _run(self, kind: "type[Part]", number: int, prefix: Any, *inputs: torch.Tensor) -> Any:
         """Return the result of a part of a tree, compiled or captured; `None` if that is not possible."""
@@ -356,24 +340,11 @@ class Level(Part):
         return self.drafter.level(inputs, self.number, prefix)
 
 
-# The first entries of a text, which attract attention. A window keeps them.
-SINKS = 4
-
-
 class PrefixStates(NamedTuple):
     """The committed tokens in the layers of the target that are read."""
 
     lengths: SeqLens  # number of tokens of each row
     layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # keys and values `(B, K, capacity, D)` of each layer
-
-    def window(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the slots `(B, 1, T)` of the first `SINKS` entries and the last `size`, and how many are used."""
-        keys, _ = self.layers[0]
-        lengths = self.lengths.on(keys.device)
-        first = (lengths - size).clamp_min(SINKS)[:, None]
-        slots = first + torch.arange(-SINKS, size, device=first.device)
-        slots[:, :SINKS] -= first - SINKS
-        return slots.clamp_max(keys.shape[2] - 1)[:, None], lengths.clamp_max(SINKS + size)
 
 
 class CacheReader(BeamDrafter):
@@ -401,7 +372,9 @@ class CacheReader(BeamDrafter):
         """Likewise, of the heads that are in the cache."""
         (keys, values), kernels = prefix.layers[0], self._kernels
         if self.read_window is not None:
-            slots, counts = prefix.window(self.read_window)
+            lengths, size = prefix.lengths.on(keys.device), SINK_TOKENS + self.read_window
+            counts = lengths.clamp_max(size)
+            slots = select_window(lengths, counts, size).clamp_max(keys.shape[2] - 1)
             return kernels.sparse_attention(query, keys, values, slots, counts=counts, scaling=self.scaling)[0]
         keys, values = (states[:, :, : prefix.lengths.longest] for states in (keys, values))
         return kernels.prefix_attention(query, keys, values, lengths=prefix.lengths, scaling=self.scaling)[0]

@@ -139,7 +139,7 @@ class SelfDrafter(Drafter):
         self.gamma = self.max_depth = draft.setting("num_assistant_tokens")
         self.num_nodes, self.largest = self.gamma + 1, [1] * self.gamma
         self.sparse_ratio, self.sparse_min_tokens = draft.setting("sparse_ratio"), draft.setting("sparse_min_tokens")
-        self._is_drawn = draft.setting("acceptance") == "rejection"
+        self._is_drawn = draft.draws_tokens and (binding.rule is None or binding.rule.takes_drawn_tokens)
 
     @property
     def state_bytes(self) -> int:

@@ -22,7 +22,7 @@ import torch
 from ...attention_backends.lengths import SeqLens, on_device
 from ...attention_backends.scores import QueryCapture, ScoreCapture
 from ...generation.cache import SpeculativeCache
-from ...generation.draft_tree import DraftTree, num_static_nodes, sibling_tree, static_tree
+from ...generation.draft_tree import DraftTree, num_static_nodes, static_tree
 from ...generation.drafter import Binding, Drafter, Verification, last_of
 from ...generation.sampling import Coupling
 from ...generation.target import FixedStep, TargetView
@@ -234,7 +234,7 @@ class TokenSwiftDrafter(Drafter):
             logits, hidden = self.partial.step(self.binding.target, root, self.binding.max_length, with_hidden=True)
             assert hidden is not None
             levels = self._rank(root, hidden, logits)
-        return sibling_tree(root, levels, self.widths) if self.heads.sequential else static_tree(root, levels)
+        return static_tree(root, levels, self.widths)
 
     def level_sizes(self, widths: Sequence[int]) -> Sequence[int]:
         """Return the number of nodes of each level, each of which has all candidates."""

@@ -131,55 +131,6 @@ def test_the_tree_has_the_most_probable_paths(target, monkeypatch, nodes, settin
             assert found == wanted
 
 
-@pytest.mark.parametrize(
-    ("nodes", "settings"),
-    [
-        (None, {"markov_rank": 5, "confidence_head": "markov", "sample_from_anchor": True}),
-        (None, {"confidence_head": "hidden"}),
-        (11, {"markov_rank": 5, "confidence_head": "markov"}),
-    ],
-    ids=str,
-)
-@torch.no_grad()
-def test_a_block_is_cut_where_confidence_ends(target, monkeypatch, nodes, settings):
-    """Against products along each path. The text stays the same, fewer tokens are drafted and verified."""
-    model, threshold, whole, trees = target("llama", vocab_size=9), 0.2, [], []
-    draft = random_draft(DFlashDraftModel, model, block_size=5, num_tree_nodes=nodes, gate=False, **settings)
-    text = reference(model, None, (9, 4), max_new_tokens=30)
-    assert torch.equal(generate(model, draft, (9, 4), max_new_tokens=30), text)
-    uncut = draft.last_speculation.num_draft_tokens / draft.last_speculation.num_forwards
-    propose, cut = DFlashDrafter.propose, DFlashDrafter.cut
-    monkeypatch.setattr(DFlashDrafter, "propose", lambda self, *a: trees.append(propose(self, *a)) or trees[-1])
-    monkeypatch.setattr(DFlashDrafter, "cut", lambda self, *a: whole.append(a) or cut(self, *a))
-    draft.generation_config.confidence_threshold = threshold
-    assert torch.equal(generate(model, draft, (9, 4), max_new_tokens=30), text)
-    stats = draft.last_speculation
-    assert 0 < stats.num_accepted_draft_tokens and 0 < stats.num_draft_tokens / stats.num_forwards < uncut
-    sizes = set()
-    for tree, (fields, (_, hidden, _)) in zip(trees, whole, strict=True):
-        tree.validate()
-        tokens, parents = fields[:2]
-        for row in range(2):
-            wanted, products = {()}, {0: ((), 1.0)}
-            for node in range(1, tokens.shape[1]):
-                path, product = products[int(parents[row, node])]
-                before = torch.tensor(path[-1] if path else int(tokens[row, 0]))
-                state = hidden[row, draft.config.first_slot + len(path)]
-                product *= float(draft.confidence_logits(state, before).sigmoid())
-                products[node] = (*path, int(tokens[row, node])), product
-                if product >= threshold:
-                    wanted.add(products[node][0])
-            found, paths = set(), {0: ()}
-            for node in range(tree.num_nodes):
-                if node:
-                    paths[node] = (*paths[int(tree.parents[row, node])], int(tree.tokens[row, node]))
-                if tree.valid[row, node]:
-                    found.add(paths[node])
-            assert found == wanted
-        sizes.add(tree.num_nodes)
-    assert len(sizes) > 1 or nodes  # nodes of a tree that are kept may be the last ones
-
-
 @torch.no_grad()
 def grow(draft, model, states, root, ids, scores, first, last):
     """Add the log-probability of every path to `scores`, one path after another."""

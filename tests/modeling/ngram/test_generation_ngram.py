@@ -13,6 +13,7 @@ from hf_longspec.modeling.ngram.modeling_ngram import MEMORY
 from hf_longspec.modeling.shared.ngrams import NgramDrafter
 from tests.gates import FlippingGate
 from tests.tiny_targets import tiny_prompts
+from tests.valid_tree import check_tree
 
 RAGGED = (33, 3, 13)
 
@@ -47,7 +48,7 @@ class TestProposals:
     def test_a_text_worked_out_by_hand(self):
         """(7, 1, 2) was followed by 3, then by 9; both once, and the later one is better."""
         tree = begin(drafter_of(1), [self.TEXT])
-        tree.validate()
+        check_tree(tree)
         assert tree.num_nodes == 7 and paths(tree) == [[9, 4, 6], [3, 4, 5]]
         assert tree.tokens[0, 0] == 2
 

@@ -66,7 +66,6 @@ def test_longspecs_ring_does_not_care_whose_tokens_were_accepted(target, monkeyp
         texts = [[*prompt, *sequences.generated[row][:-1]] for row, prompt in enumerate(prompts)]
         growing = [row for row in range(len(LENGTHS)) if not sequences.done[row]]
         assert_same_ring(own.ring, ring_of(draft, model, texts), growing)
-        assert [int(own.last_token[row]) for row in growing] == [texts[row][-1] for row in growing]
         counts, path = verification.num_nodes.host, verification.path
         checked.extend(bool(path[row, 1 : counts[row]].ge(own.num_nodes).any()) for row in growing)
 

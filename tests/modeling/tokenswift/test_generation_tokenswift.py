@@ -12,6 +12,7 @@ from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_heads import restated_heads
 from tests.rounding import rounding
 from tests.tiny_targets import random_tokenswift_draft
+from tests.valid_tree import check_tree
 from tests.watching import after
 
 MODES = {"verify_hidden": {"self_draft": "verify_hidden"}}
@@ -24,7 +25,7 @@ def watch(monkeypatch):
     records = []
 
     def note(tree, drafter, root):
-        tree.validate()
+        check_tree(tree)
         records.append({"generated": list(map(list, drafter.binding.rule.sequences.generated)), "tree": tree})
 
     after(monkeypatch, TokenSwiftDrafter, "propose", note)
