@@ -140,6 +140,14 @@ class TestNgrams:
             sizes.append((len(paths[0][0]) if paths[0] else 0, count))
         assert sizes == [(0, 0), (8, 8)]
 
+    def test_nothing_is_measured_first(self):
+        """Without a draft to run, the first step may verify what was found."""
+        drafter, path = Levels(()), tuple(range(8))
+        drafter.num_nodes, drafter.max_depth, drafter.chooses_nodes = 17, 8, True
+        gate = SpeculationGate(drafter, lambda power, earlier: Costs(earlier))
+        gate.reach(100)
+        assert gate.speculates() and 0 < gate.cut([[(path, 8)]], nodes=1, most=16)[1] < 8
+
     def test_rows_decide_together(self, gate):
         """A row without a match is padded to the nodes of the other one."""
         path = tuple(range(8))

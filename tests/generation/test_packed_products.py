@@ -23,6 +23,7 @@ def small(monkeypatch):
     monkeypatch.setattr(call, "LARGE", 1)
     monkeypatch.setattr(module, "FEWEST", 1)
     monkeypatch.setattr(module, "_shapes", {})
+    monkeypatch.setattr(module, "AT_ONCE", 60.0)
     monkeypatch.setattr(Times, "gain", property(lambda times: 1.0))
 
 
@@ -171,13 +172,27 @@ def test_memory_is_bounded(small, packed, monkeypatch):
     assert torch.equal(generate(model, NgramDraftModel.from_target(model)), generate(model)) and not packed
 
 
-def test_packing_waits_until_it_pays(monkeypatch):
+def test_packing_takes_a_share_of_the_time(small, packed, monkeypatch):
+    """Nothing is packed while earlier packing has taken more than its share of the loops so far."""
+    budget = module.Budget()
+    budget.spent = 61.0
+    monkeypatch.setattr(module, "_budget", budget)
+    layers, x = [nn.Linear(8, 8) for _ in range(12)], torch.randn(2, 8)
+    with torch.no_grad(), packed_products(*layers):
+        for layer in layers:
+            layer(x)
+        assert not packed and [len(times.own) for times in module._shapes[8, 8, x.dtype, False, 1].times.values()] == [
+            4
+        ]
+        budget.before += 21.0
+        for layer in layers:
+            layer(x)
+        assert packed
+
+
+def test_packing_waits_until_it_pays(small):
     """A weight that is not needed for timing is packed when not packing it has cost as much."""
-    monkeypatch.setattr(module, "FEWEST", 1)
-    monkeypatch.setattr(module, "_shapes", {})
-    layers = [nn.Linear(8, 8) for _ in range(12)]
-    monkeypatch.setattr(Times, "gain", property(lambda times: 1.0))
-    x = torch.randn(2, 8)
+    layers, x = [nn.Linear(8, 8) for _ in range(12)], torch.randn(2, 8)
     with torch.no_grad(), packed_products(*layers):
         for layer in layers[:-1]:
             layer(x)

@@ -99,7 +99,7 @@ class Costs:
     @property
     def largest(self) -> int:
         """The largest size that was measured."""
-        return max([*self._samples, *self._earlier])
+        return max([*self._samples, *self._earlier], default=1)
 
     def is_certain(self, size: int) -> bool:
         """Whether steps of a size took equally long, or were many."""
@@ -111,10 +111,10 @@ class Costs:
         return len(self._samples.get(size, ()))
 
     def __call__(self, size: int) -> float:
-        """Return the seconds of a step of a size; 0 if no step was measured."""
+        """Return the seconds of a step of a size, or if no step was measured, its assumed time in plain steps."""
         points = self._points or sorted(self._earlier.items())
         if not points:
-            return 0.0
+            return 1 + NODE_COST * (size - 1)
         (first, least), (last, most) = points[0], points[-1]
         if size < first:
             return least / (1 + NODE_COST * (first - size))

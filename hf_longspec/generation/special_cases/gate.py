@@ -104,13 +104,13 @@ class SpeculationGate:
 
     def _best(self) -> int:
         """Return the index of the best choice; -1 for a plain step."""
-        if not self.costs.is_certain(1):
-            return -1
         if self._speculating >= self._check_at:  # plain steps are measured again
             self._speculating, self._check_at = 0, GROWTH * self._check_at
             return -1
         if self._drafter.chooses_nodes:  # as soon as it has found them
             return 0 if self.credit > 0 else -1
+        if not self.costs.is_certain(1):
+            return -1
         plain = self.costs(1)
         best, rate, limit = -1, 1 / plain, (1 + self.credit) * plain
         for index, (widths, nodes) in enumerate(self._choices):

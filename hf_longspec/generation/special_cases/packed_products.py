@@ -4,7 +4,7 @@ A product of one row reads its weights at the bandwidth of the memory. One of 2 
 the whole weight first, each time, which takes two to three times as long. oneDNN can pack a weight once. Which way is
 faster depends on the shape, the number of rows and of threads, and the processor, so both are timed: each shape of a
 process in its first products, as in the benchmark mode of cuDNN. Other layers of a shape are packed as soon as that
-takes less time than not having packed them has cost.
+takes less time than not having packed them has cost. All packing together takes a small share of the time of the loop.
 
 Products are bound to the modules of the target and of the draft while the loop runs. What is not an exact `nn.Linear`
 on plain weights keeps its own forward: quantized, offloaded and parametrized layers. The base layers of adapters are
@@ -37,8 +37,8 @@ MOST_ROWS, FEWEST = 64, 2**16
 # Timed products of each way, after one that is not counted, and the time of packed ones, relative to others, that
 # decides for them.
 SAMPLES, FASTER = 3, 0.95
-# Share of the memory that packed weights may take.
-MEMORY_SHARE = 0.25
+# Shares of the memory and of the time of the loop that packing may take, and seconds that it may take at once.
+MEMORY_SHARE, TIME_SHARE, AT_ONCE = 0.25, 0.05, 0.02
 
 
 @dataclass
@@ -71,6 +71,31 @@ class Shape:
 _shapes: dict[tuple, Shape] = {}
 _products: WeakKeyDictionary[nn.Module, "Product"] = WeakKeyDictionary()
 _lock = threading.Lock()
+
+
+class Budget:
+    """Seconds of packing in this process, and of the loops that it serves."""
+
+    def __init__(self) -> None:
+        self.spent = self.before = 0.0
+        self.started = time.perf_counter()
+
+    def begin(self) -> None:
+        """Begin to count the time of a loop."""
+        self.started = time.perf_counter()
+
+    def end(self) -> None:
+        """Count the time of a loop."""
+        self.before += time.perf_counter() - self.started
+
+    @property
+    def is_left(self) -> bool:
+        """Whether another weight may be packed now."""
+        loops = self.before + time.perf_counter() - self.started
+        return self.spent <= AT_ONCE + TIME_SHARE * loops
+
+
+_budget = Budget()
 
 
 class Product:
@@ -117,6 +142,8 @@ class Product:
     def _timed(self, x: torch.Tensor, times: Times) -> torch.Tensor:
         """Return a product by the way that was timed less often, and add its time."""
         is_packed = len(times.packed) < len(times.own) and (self.packed is not None or self._pack())
+        if not is_packed and len(times.own) > SAMPLES:
+            return nn.functional.linear(x, self.weight, self.bias)
         started = time.perf_counter()
         result = self._packed(x) if is_packed else nn.functional.linear(x, self.weight, self.bias)
         (times.packed if is_packed else times.own).append(time.perf_counter() - started)
@@ -127,13 +154,17 @@ class Product:
         return result
 
     def _pack(self) -> bool:
-        """Pack the weight, and return whether there was room for it."""
+        """Pack the weight, and return whether there was time and room for it."""
+        if not _budget.is_left:
+            return False
         if not _has_room(self.weight.nbytes):
             self.lost = -float("inf")
             return False
         started = time.perf_counter()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
-        self.shape.packing = min(self.shape.packing, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        _budget.spent += seconds
+        self.shape.packing = min(self.shape.packing, seconds)
         return True
 
 
@@ -181,8 +212,10 @@ def packed_products(*models: nn.Module) -> Iterator[None]:
                 product.bind()
                 vars(module)["forward"] = product
                 bound.append((module, product))
+        _budget.begin()
         yield
     finally:
+        _budget.end()
         for module, product in bound:
             if vars(module).get("forward") is product:
                 del vars(module)["forward"]
