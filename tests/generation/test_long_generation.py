@@ -78,7 +78,8 @@ def live_tensor_bytes():
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in gc.get_objects()
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter)  # fake tensors of other tests have no storage
+        # fake tensors of other tests and packed weights have no storage
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_mkldnn
     }
     return sum(storages.values())
 

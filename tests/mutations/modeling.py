@@ -26,7 +26,7 @@ ROWS = (
     ("Slots of a causal block see earlier ones only", "modeling/dflash/modeling_dflash.py",
      "return seen & (distance >= 0) if causal else seen", "return seen",
      "tests/modeling/dflash/test_modeling_dflash.py::test_a_causal_block_and_sinks_in_straight_lines"),
-    ("The window does not move while drafting", "modeling/eagle3/generation_eagle3.py",
+    ("The window does not move while drafting", "modeling/shared/aux_drafter.py",
      "pad(ring.visible(end), (0, 1))", "pad(ring.visible(end + 1), (0, 1))",
      "tests/modeling/eagle3/test_generation_eagle3.py::test_drafting_is_a_forward_over_the_text"),
     ("A chained step predicts the token after the drafted ones", "modeling/eagle3/training_eagle3.py",

@@ -12,11 +12,11 @@ import torch
 
 from ...generation.drafter import Binding
 from ...generation.target_modules import TargetParts, final_norm_of
-from ..eagle3.generation_eagle3 import Eagle3Drafter
+from ..shared.aux_drafter import StepwiseAuxDrafter
 from ..shared.beams import WindowRing
 
 
-class MtpDrafter(Eagle3Drafter):
+class MtpDrafter(StepwiseAuxDrafter):
     """Draft a tree of fixed size with one layer."""
 
     def __init__(self, binding: Binding, draft: Any):
@@ -50,7 +50,7 @@ class MtpDrafter(Eagle3Drafter):
         sizes = self.binding.cache.batch_size, heads, key_dim, self.dtype, self.device
         return [self.make_ring(0, self.window, self.num_nodes, *sizes, self.sinks, self.most_new, value_dim)]
 
-    def _enter(
+    def enter(
         self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, query_places: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store entries in the ring; return outputs `(B, n, hidden)` at `query_places` `(B, n)`, also as states."""

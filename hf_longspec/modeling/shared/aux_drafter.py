@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...generation.draft_tree import Beam
 from ...generation.drafter import Binding, Verification
 from ...generation.target_modules import LayerInputs
 from .beams import BeamDrafter, Tensors, WindowRing
@@ -264,3 +265,68 @@ class AuxDrafter(BeamDrafter):
             aux_hidden_states[row, :usable], places[row, :usable] = states[:usable], positions
             tokens[row, :usable] = text[positions + 1]
         self.remember(aux_hidden_states, tokens.to(self.device), places.to(self.device))
+
+
+class StepwiseAuxDrafter(AuxDrafter):
+    """Base of drafters whose layers run once for each level, on the states of the level above.
+
+    Subclasses implement `enter` and `next_level`.
+    """
+
+    def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
+        if not depth:
+            return shared[:4]
+        of_level = (part[:, depth : depth + 1] for part in shared[4:])
+        return self.of_parents(beam, states[0]), beam.tokens, beam.ancestor_mask, *of_level, *states[1:]
+
+    def level(self, changing: Tensors, depth: int, prefix: None) -> Tensors:
+        """Return logits `(B, n, draft vocabulary)` and states `(B, n, hidden)` after the newest level of a beam.
+
+        The first level also returns what nodes see of every ring.
+        """
+        return self.next_level(*changing) if depth else self.first_level(*changing)
+
+    def remember(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        self.enter(aux_hidden_states, tokens, positions, positions[:, :0])
+
+    def first_level(
+        self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor
+    ) -> Tensors:
+        """Store entries; return logits `(B, 1, draft vocabulary)` and state `(B, 1, hidden)` after the last one.
+
+        What the nodes of the tree see of every ring follows.
+        """
+        outputs, states = self.enter(aux_hidden_states, tokens, positions, last)
+        end = positions.gather(1, last)
+        # The window does not move while drafting. The root's entry is a committed one, so its node is not seen.
+        seen = (torch.nn.functional.pad(ring.visible(end), (0, 1)) for ring in self.rings)
+        return self.head(outputs), states, *seen
+
+    def enter(
+        self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, query_places: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store entries in the rings; return outputs and states `(B, n, hidden)` at `query_places` `(B, n)`."""
+        raise NotImplementedError
+
+    def next_level(
+        self,
+        states: torch.Tensor,
+        tokens: torch.Tensor,
+        ancestor_mask: torch.Tensor,
+        position: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *seen: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits `(B, n, draft vocabulary)` and states `(B, n, hidden)` after the newest level of a beam.
+
+        Args:
+            states (`torch.Tensor` of shape `(B, n, hidden)`): State of each node's parent.
+            tokens (`torch.LongTensor` of shape `(B, n)`): Tokens of the level.
+            ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
+            position (`torch.LongTensor` of shape `(B, 1)`): Position of the level.
+            cos (`torch.Tensor` of shape `(B, 1, D)`): Cosines of it.
+            sin (`torch.Tensor` of shape `(B, 1, D)`): Sines of it.
+            *seen (`torch.BoolTensor` of shape `(B, 1, slots + 1)`): What nodes see of every ring, and of the root.
+        """
+        raise NotImplementedError
