@@ -28,7 +28,9 @@ from .costs import FADING, Chances, Costs, Match, common
 
 # Plain steps that may be lost to trying a draft, most of them that are saved up from gains, and the share of later
 # plain steps that may be lost.
-CREDIT, MOST_CREDIT, SHARE = 2.5, 16.0, 0.01
+CREDIT, MOST_CREDIT, SHARE = 1.5, 16.0, 0.01
+# Most of the credit that it takes to bring a draft up to date, so that it is still tried.
+RESUMING = 0.5
 # Speculating steps before plain ones are measured again; their number then grows.
 CHECK_AFTER, GROWTH = 128, 4
 # After so many steps of a call, every fourth one decides for the next ones, too: a decision takes 0.1 ms or more.
@@ -195,7 +197,7 @@ class SpeculationGate:
             seconds = min(drafting + verifying, OUTLIER * (self.drafting(levels) + self.costs(nodes)))
             self.credit = min(MOST_CREDIT, self.credit + (worth - seconds) / plain)
         else:
-            self.credit = max(self.credit, min(CREDIT, self.credit + SHARE)) - min(1.0, drafting / plain)
+            self.credit = max(self.credit, min(CREDIT, self.credit + SHARE)) - min(RESUMING, drafting / plain)
             self.chances.fade(FADE_PLAIN)
         self.worth, self.seconds = self.worth + worth, self.seconds + seconds
 

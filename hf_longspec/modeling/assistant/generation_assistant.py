@@ -138,6 +138,12 @@ class AssistantDrafter(Drafter):
         # Its windows, found before a graph is captured.
         self._windows = assistant.windows
 
+    @cached_property
+    def level_cost(self) -> float:  # type: ignore[override]
+        """Weights of the draft as a share of those of the target."""
+        own, target = self.assistant.model.parameters(), self.binding.target.model.parameters()
+        return sum(map(torch.numel, own)) / sum(map(torch.numel, target))
+
     @property
     def state_bytes(self) -> int:
         return self.cache.nbytes

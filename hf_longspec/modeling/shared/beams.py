@@ -7,6 +7,7 @@ drafts of a [`CacheReader`] also attend to the target's cache: those of LongSpec
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -153,6 +154,14 @@ class BeamDrafter(Drafter):
         self._grow: Callable[..., Any] = self.grow
         if binding.target.steps.runner is not None:
             self._grow = self._grow_at_once if self.coupling.fits_graphs else self._grow_by_levels
+
+    @cached_property
+    def level_cost(self) -> float:  # type: ignore[override]
+        """Weights of the draft and of its head, as a share of those of the target."""
+        config, target = self.binding.target.config, self.binding.target.model
+        rows = len(self.draft.token_ids) if getattr(self.draft, "d2t", None) is not None else config.vocab_size
+        own = sum(map(torch.numel, self.draft.parameters())) + rows * config.hidden_size
+        return own / sum(map(torch.numel, target.parameters()))
 
     @property
     def state_bytes(self) -> int:
