@@ -104,8 +104,13 @@ def memory_tables(records: Sequence[Record]) -> list[str]:
 
 
 def _speedup(key: str) -> Callable[[Record], str]:
-    """A column: a mean ratio, with half of its interval."""
-    return lambda row: f"{row[key]['mean']:.2f} ± {(row[key]['high'] - row[key]['low']) / 2:.2f}"
+    """A column: a mean ratio, with half of its interval if there are several texts."""
+
+    def shown(row: Record) -> str:
+        half = (row[key]["high"] - row[key]["low"]) / 2
+        return f"{row[key]['mean']:.2f}" + (f" ± {half:.2f}" if row["texts"] > 2 else "")
+
+    return shown
 
 
 GATE: Columns = {

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.random_inputs import Shape
-from benchmarks.roofline import Machine, Roofline, main, shape_from_config, shape_of
+from benchmarks.roofline import Machine, Roofline, shape_from_config
 
 
 def test_a_tiny_model_by_hand():
@@ -36,10 +36,3 @@ def test_a_tiny_model_by_hand():
     assert fast.tokenswift([1, 2, 2], budget=None).max_tau == 3
     block = (8 * 16 * 4 + 2 * 8 * 8 + 3 * 8 * 16 + 80) * 2
     assert fast.longspec([2, 2], window=20).draft_ms == pytest.approx(2 * (block + 3 * 120 * 32))
-
-
-def test_command_line(capsys):
-    main(["--contexts", "8192,131072", "--batches", "8", "--tbs", "4.3", "--tflops", "790"])
-    text, found = capsys.readouterr().out, Roofline(shape_of("Llama-3.1-8B"), Machine("H200", 4.3, 790, 141), 8, 8192)
-    assert f"| 8 | 8192 | {found.ar_ms:.2f} |" in text and "| 8 | 131072 (does not fit) |" in text
-    assert f"| {found.specattn(6, 0.07).c:.3f} |" in text and "measured rates (4.3 TB/s, 790 TFLOP/s)" in text
