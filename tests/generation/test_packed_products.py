@@ -128,10 +128,6 @@ class OwnLinear(nn.Linear):
     pass
 
 
-def quantized():
-    return torch.ao.nn.quantized.dynamic.Linear(8, 8)
-
-
 def with_own_forward():
     layer = nn.Linear(8, 8)
     layer.forward = lambda x: x
@@ -146,9 +142,8 @@ def with_own_forward():
         lambda: nn.Linear(8, 8, dtype=torch.float64),
         lambda: nn.Linear(8, 8, device="meta"),
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
-        quantized,
     ],
-    ids=["subclass", "own forward", "float64", "meta", "parametrized", "quantized"],
+    ids=["subclass", "own forward", "float64", "meta", "parametrized"],
 )
 def test_other_layers_keep_their_own(small, make):
     assert packable(nn.Linear(8, 8)) and not packable(make())

@@ -135,7 +135,7 @@ class TextIndex:
         >>> index = TextIndex(longest_key=2, capacity=64)
         >>> index.extend([1, 2, 3, 9, 2, 3, 8, 2, 3, 9, 2])
         >>> index.pool(length=2, count=3)
-        {(3, 8): 2, (3, 9): 2}
+        {(3, 8): 2, (3, 9): 1}
         """
         paths: dict[tuple[int, ...], int] = {}
         for key_length in range(self.longest_key, 0, -1):
