@@ -16,7 +16,7 @@ def ranks(tmp_path_factory):
     """The records of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     tiny_target("llama").save_pretrained(folder / "target")
-    start_processes(main, (str(folder / "target"), str(folder)), RANKS, start_method="fork")
+    start_processes(main, (str(folder / "target"), str(folder)), RANKS, start_method="spawn")
     records = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
     assert [seen["size"] for seen in records] == [RANKS] * RANKS  # the target is divided
     return records

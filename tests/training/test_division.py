@@ -62,7 +62,7 @@ def test_two_processes_equal_one(reference, tmp_path):
     """As `accelerate launch` starts them, but forked: an import takes longer than the training."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    start_processes(train_in_a_fork, (port, str(tmp_path), "whole"), 2, start_method="fork")
+    start_processes(train_in_a_fork, (port, str(tmp_path), "whole"), 2, start_method="spawn")
     assert_equal(reference, tmp_path / "whole", "whole")
 
 
