@@ -73,7 +73,7 @@ class Machine:
         """Run a further call, and return its seconds and tokens."""
         started, self.emitted, self.was_open = self.now, 0, True
         self.gate.release()
-        self.gate.resume(self.drafter)
+        self.gate.resume(self.drafter, self.costs_of)
         self.run(tokens)
         return self.now - started, self.emitted
 

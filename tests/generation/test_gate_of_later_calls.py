@@ -83,7 +83,7 @@ def test_a_call_of_another_kind_has_a_gate_of_its_own(gates):
     assert gates[-1][1] is gates[0][0]
 
 
-def test_a_kept_gate_keeps_neither_the_cache_nor_the_draft(monkeypatch):
+def test_a_kept_gate_keeps_neither_the_cache_nor_the_models(monkeypatch):
     model = tiny_target("llama")
     draft = useless(model)
     caches = []
@@ -94,10 +94,13 @@ def test_a_kept_gate_keeps_neither_the_cache_nor_the_draft(monkeypatch):
     assert len(caches) == 1 and caches[0]() is None
     (kept,) = module._kept[draft][model].values()
     assert type(kept) is SpeculationGate
-    reference = weakref.ref(draft)
-    del draft, kept
+    references = weakref.ref(model), weakref.ref(draft)
+    del model, kept
     gc.collect()
-    assert reference() is None
+    assert references[0]() is None and not module._kept[draft]
+    del draft
+    gc.collect()
+    assert references[1]() is None
 
 
 def test_two_calls_at_a_time_do_not_share_a_gate(gates, monkeypatch):

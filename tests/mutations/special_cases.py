@@ -142,7 +142,7 @@ ROWS = (
     ("Two calls at a time do not share a gate", "generation/special_cases/gate.py", ".pop(kind, None)", ".get(kind)",
      "tests/generation/test_gate_of_later_calls.py::test_two_calls_at_a_time_do_not_share_a_gate"),
     ("A gate keeps no cache alive", "generation/special_cases/gate.py", "                gate.release()\n", "",
-     "tests/generation/test_gate_of_later_calls.py::test_a_kept_gate_keeps_neither_the_cache_nor_the_draft"),
+     "tests/generation/test_gate_of_later_calls.py::test_a_kept_gate_keeps_neither_the_cache_nor_the_models"),
     ("An indexer takes those of equal scores that it takes in plain generate", "generation/special_cases/masked.py",
      "self.plain.num_keys(column))",
      "len(seen) + lag)",

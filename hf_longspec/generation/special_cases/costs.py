@@ -7,6 +7,7 @@ which begin with a prior.
 
 from collections import deque
 from collections.abc import Hashable, Sequence
+from functools import cache
 from itertools import pairwise
 from statistics import median
 
@@ -69,10 +70,11 @@ class Costs:
             grown = [found[size] / self._earlier[size] for size in found.keys() & self._earlier.keys()]
             factor = min(grown, default=1.0)
             found = {size: cost * factor for size, cost in self._earlier.items()} | found
+        found |= self._free
         # the nearest costs that grow with the size, in the sense of least squares
         blocks: list[tuple[float, list[int]]] = []
-        for point in sorted(found | self._free):
-            cost, sizes = (found | self._free)[point], [point]
+        for point in sorted(found):
+            cost, sizes = found[point], [point]
             while blocks and blocks[-1][0] > cost:
                 above, others = blocks.pop()
                 weights = self._weight(others), self._weight(sizes)
@@ -171,9 +173,8 @@ class Chances:
         """Return the chance that one of the best `width` nodes of a level is accepted, if the level above was."""
         above = (depth - 1, 1, self.is_careful)
         prior = self.first if not depth else self._levels.get(above) or self.level(depth - 1, 1)
-        chance, count = self.of((depth, 1), prior), 1
-        while count < width:
-            count = min(2 * count, width)
+        chance = self.of((depth, 1), prior)
+        for count in doublings(width)[1:]:
             chance = max(chance, self.of((depth, count), 1 - (1 - chance) * (1 - MORE)))
         return chance
 
@@ -192,12 +193,8 @@ class Chances:
         """Count a verified tree of which nodes of these `ranks` in their levels were accepted."""
         for depth, width in enumerate(widths):
             rank = ranks[depth] if depth < len(ranks) else width
-            count = 1
-            while True:
+            for count in doublings(width):
                 self.add((depth, count), rank < count)
-                if count >= width:
-                    break
-                count = min(2 * count, width)
             if rank >= width:
                 return
 
@@ -234,6 +231,16 @@ class Chances:
         others = {other[0] for other, _ in paths[1:] if other[0] != path[0]}
         if others and path[0] != tokens[0]:
             self.add("second", tokens[0] in others)
+
+
+@cache
+def doublings(most: int) -> Sequence[int]:
+    """Return the numbers of candidates that are told apart, of at most so many.
+
+    >>> doublings(1), doublings(6)
+    ([1], [1, 2, 4, 6])
+    """
+    return [*(2**power for power in range((most - 1).bit_length())), most]
 
 
 def common(path: Sequence[int], other: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ draft.
 from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate, zip_longest
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,7 +25,7 @@ from ..draft_tree import DraftTree
 from ..drafter import Drafter, DrafterAround, Verification
 from ..sequences import SpeculationStats
 from ..special_case import GATE, SpecialCase
-from .costs import FADING, Chances, Costs, Match, common
+from .costs import FADING, Chances, Costs, Match, common, doublings
 
 # Plain steps that may be lost to trying a draft, most of them that are saved up from gains, and the share of later
 # plain steps that may be lost.
@@ -61,18 +62,20 @@ class SpeculationGate:
         ranks: Any = None,
         sizes: int = 0,
     ):
-        self.ranks, self.sizes, self._costs_of = ranks, sizes, costs_of
+        self.ranks, self.sizes = ranks, sizes
         self.costs, self._power = Costs(), 0
         self.chances = Chances(drafter.first_chance)
         self.credit, self.expected = CREDIT, 1.0
         self._drafting = Costs(is_free=True)
         self._matches: list[list[Match]] = []
         self._speculating, self._check_at = 0, CHECK_AFTER
-        self.resume(drafter)
+        self.resume(drafter, costs_of)
 
-    def resume(self, drafter: Any) -> None:
+    def resume(self, drafter: Any, costs_of: Callable[[int, Costs | None], Costs]) -> None:
         """Begin another call of the same kind with what is known."""
-        self._drafter = drafter
+        self._drafter: Any = drafter
+        self._costs_of: Any = costs_of
+        self._has_levels = has_levels(drafter)
         self._choices = choices(drafter, self.sizes)
         self.widths = self._choices[-1][0]
         # seconds of plain steps that emit as much as all steps of this call, and of these steps
@@ -81,8 +84,9 @@ class SpeculationGate:
         self.chances.fade(FADE_CALL)
 
     def release(self) -> None:
-        """Drop what belongs to the call that ends."""
-        self._drafter, self._matches = None, []
+        """Drop what belongs to the call that ends, and its target, which `costs_of` may hold."""
+        self._drafter = self._costs_of = None
+        self._matches = []
 
     def reach(self, length: int) -> None:
         """Take the costs for texts of this length."""
@@ -131,9 +135,13 @@ class SpeculationGate:
 
     def tokens(self, widths: Sequence[int]) -> float:
         """Return the tokens per row that a step with a tree of these widths is expected to emit."""
-        return self.chances.tokens(widths if has_levels(self._drafter) else [1] * len(widths))
+        return self.chances.tokens(self._told_apart(widths))
 
-    def _surely(self, tokens: Callable[..., float], *inputs: Any) -> float:
+    def _told_apart(self, widths: Sequence[int]) -> Sequence[int]:
+        """Return the numbers of candidates of each level that chances tell apart; 1 if levels are not complete."""
+        return widths if self._has_levels else [1] * len(widths)
+
+    def _surely(self, tokens: Callable[..., Any], *inputs: Any) -> Any:
         """Return the result of a function by lower bounds of all chances."""
         self.chances.is_careful = True
         found = tokens(*inputs)
@@ -157,29 +165,33 @@ class SpeculationGate:
         self._matches = list(rows)
         if self.ranks is not None:  # all processes draft the same
             return [[path for path, _ in paths] for paths in rows], most
-        gains = [self.chances.gains(paths)[:most] for paths in rows]
-        drafts = nodes > 1
-        tokens, drafting = (self.tokens(self.widths), self.drafting(len(self.widths))) if drafts else (1.0, 0.0)
-        rate, kept, self.expected = tokens / (drafting + self.costs(nodes)), 0, tokens
-        plain = self.costs(1)
+        tokens, gains = self._joined(rows, nodes, most)
+        surely: list[float] = []
+        drafting, plain = self.drafting(len(self.widths)) if nodes > 1 else 0.0, self.costs(1)
         limit = (1 + self.credit) * plain
-        for count in range(1, 1 + max(map(len, gains), default=0)):
-            tokens += sum(row[count - 1][0] for row in gains if len(row) >= count) / len(rows)
-            if nodes + count > self._reach:
+        rate, kept = tokens[0] / (drafting + self.costs(nodes)), 0
+        # sizes that are captured are all or nothing
+        for count in [most] if self.sizes else range(1, len(tokens)):
+            if count >= len(tokens) or nodes + count > self._reach:
                 break
-            if self.sizes and count < most:
-                continue
             seconds = drafting + self.costs(nodes + count)
-            if tokens / seconds <= rate:
+            if tokens[count] / seconds <= rate:
                 continue
-            if seconds <= limit or self._surely(self._joined, rows, count, nodes) * plain > seconds:
-                rate, kept, self.expected = tokens / seconds, count, tokens
+            if seconds > limit:
+                surely = surely or self._surely(self._joined, rows, nodes, most)[0]
+            if seconds <= limit or surely[count] * plain > seconds:
+                rate, kept = tokens[count] / seconds, count
+        self.expected = tokens[kept]
         return [shortened(paths, row[:kept]) for paths, row in zip(rows, gains, strict=True)], kept
 
-    def _joined(self, rows: Sequence[list[Match]], count: int, nodes: int) -> float:
-        """Return the tokens per row of a step with so many nodes of n-grams in each row, beside a tree."""
-        gains = [gain for paths in rows for gain, _ in self.chances.gains(paths)[:count]]
-        return (self.tokens(self.widths) if nodes > 1 else 1.0) + sum(gains) / len(rows)
+    def _joined(
+        self, rows: Sequence[list[Match]], nodes: int, most: int
+    ) -> tuple[list[float], list[list[tuple[float, int]]]]:
+        """Return the tokens per row of steps with 0, 1, 2, ... nodes of n-grams beside a tree, and these nodes."""
+        gains = [self.chances.gains(paths)[:most] for paths in rows]
+        columns = zip_longest(*gains, fillvalue=(0.0, 0))
+        more = (sum(gain for gain, _ in column) / len(rows) for column in columns)
+        return list(accumulate(more, initial=self.tokens(self.widths) if nodes > 1 else 1.0)), gains
 
     def record(self, verification: Verification, drafting: float, verifying: float, is_draft: bool) -> None:
         """Learn from a step that has ended: its verification, the seconds of both parts, and whether it drafted."""
@@ -212,10 +224,8 @@ class SpeculationGate:
         for kept, tokens in zip(verification.nodes, verification.tokens, strict=True):
             if tokens:
                 path = [node for node in kept[1:] if node < own]
-                if has_levels(drafter):
-                    self.chances.add_path(self.widths, ranks := ranks_of(drafter, path, self.widths))
-                else:
-                    self.chances.add_path([1] * len(self.widths), ranks := [0] * len(path))
+                ranks = ranks_of(drafter, path, self.widths) if self._has_levels else [0] * len(path)
+                self.chances.add_path(self._told_apart(self.widths), ranks)
                 self.chances.extra += FADING * (len(tokens) - 1 - len(ranks) - self.chances.extra)
 
 
@@ -229,7 +239,7 @@ def choices(drafter: Any, sizes: int = 0) -> list[tuple[Sequence[int], int]]:
     if not largest:  # it always drafts the same
         return [((1,) * drafter.max_depth, drafter.num_nodes)]
     most, depths = max(largest), range(1, len(largest) + 1)
-    bounds = [min(most, 2**power) for power in range(most.bit_length() + 1)] if has_levels(drafter) else [most]
+    bounds = doublings(most) if has_levels(drafter) else [most]
     if sizes:
         bounds, depths = [bounds[0], most][-sizes:], depths[-1:]
     found = {tuple(min(bound, width) for width in largest[:depth]): None for bound in bounds for depth in depths}
@@ -374,7 +384,7 @@ def gate_of(
         return None
     if last is None:
         return SpeculationGate(drafter, costs_of, ranks, sizes)
-    last.resume(drafter)
+    last.resume(drafter, costs_of)
     return last
 
 

@@ -202,6 +202,7 @@ def packed_products(*models: nn.Module) -> Iterator[None]:
     """Bind the products of models that this thread runs while the context is open."""
     bound: list[tuple[nn.Module, Any]] = []
     before = packed_bytes()
+    _budget.begin()
     try:
         for module in (module for model in models for module in model.modules()):
             if packable(module):
@@ -212,7 +213,6 @@ def packed_products(*models: nn.Module) -> Iterator[None]:
                 product.bind()
                 vars(module)["forward"] = product
                 bound.append((module, product))
-        _budget.begin()
         yield
     finally:
         _budget.end()
