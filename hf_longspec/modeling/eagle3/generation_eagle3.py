@@ -11,31 +11,20 @@ from collections.abc import Sequence
 import torch
 
 from ...generation.draft_tree import Beam
-from ..shared.aux_drafter import StepwiseAuxDrafter
+from ..shared.aux_drafter import Nodes, StepwiseAuxDrafter
 from ..shared.beams import Tensors, visible
 
 
 class Eagle3Drafter(StepwiseAuxDrafter):
     """Draft a tree of fixed size with one small decoder."""
 
-    def next_level(
-        self,
-        states: torch.Tensor,
-        tokens: torch.Tensor,
-        ancestor_mask: torch.Tensor,
-        position: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        *seen: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def next_level(self, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
         def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            ring = self.rings[index]
-            ring.stage(key, value, ancestor_mask.shape[2] - ancestor_mask.shape[1])
-            mask = self.with_ancestors(seen[index], ancestor_mask[:, :, 1:])  # the root is in `seen`
+            ring, mask = self.rings[index], self.stage(index, nodes, key, value)
             return self.attend(query, ring.keys, ring.values, mask)
 
-        embedded = self.embed(tokens)
-        outputs, states = self.draft.run(states, embedded, (cos, sin), attend)
+        embedded = self.embed(nodes.tokens)
+        outputs, states = self.draft.run(nodes.states, embedded, (nodes.cos, nodes.sin), attend)
         return self.head(outputs), states
 
     def enter(

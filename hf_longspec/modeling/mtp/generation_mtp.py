@@ -12,7 +12,7 @@ import torch
 
 from ...generation.drafter import Binding
 from ...generation.target_modules import TargetParts, final_norm_of
-from ..shared.aux_drafter import StepwiseAuxDrafter
+from ..shared.aux_drafter import Nodes, StepwiseAuxDrafter
 from ..shared.beams import WindowRing
 
 
@@ -67,23 +67,14 @@ class MtpDrafter(StepwiseAuxDrafter):
         outputs = outputs.gather(1, query_places[..., None].expand(-1, -1, outputs.shape[2]))
         return outputs, outputs
 
-    def next_level(
-        self,
-        states: torch.Tensor,
-        tokens: torch.Tensor,
-        ancestor_mask: torch.Tensor,
-        position: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        *seen: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ring, (count, total) = self.rings[0], ancestor_mask.shape[1:]
-        mask = self.with_ancestors(seen[0], ancestor_mask[:, :, 1:])  # the root is in `seen`
+    def next_level(self, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
+        ring = self.rings[0]
 
         def stage(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            ring.stage(keys, values, total - count)
+            mask = self.stage(0, nodes, keys, values)
             size = mask.shape[2]
             return ring.keys[:, :, :size], ring.values[:, :, :size], mask
 
-        outputs = self.layer(states, self.embed(tokens), position.expand(-1, count), (cos, sin), stage)
+        position, angles = nodes.position.expand_as(nodes.tokens), (nodes.cos, nodes.sin)
+        outputs = self.layer(nodes.states, self.embed(nodes.tokens), position, angles, stage)
         return self.head(outputs), outputs

@@ -267,6 +267,18 @@ class AuxDrafter(BeamDrafter):
         self.remember(aux_hidden_states, tokens.to(self.device), places.to(self.device))
 
 
+class Nodes(NamedTuple):
+    """The newest level of a beam, of `n` nodes among the `N` so far."""
+
+    states: torch.Tensor  # `(B, n, hidden)`: state of each node's parent
+    tokens: torch.Tensor  # `(B, n)`
+    ancestor_mask: torch.Tensor  # `(B, n, N)`
+    position: torch.Tensor  # `(B, 1)`: position of the level
+    cos: torch.Tensor  # `(B, 1, D)`: cosines of it
+    sin: torch.Tensor  # `(B, 1, D)`: sines of it
+    seen: Tensors  # `(B, 1, slots + 1)` each: what nodes see of every ring, and of the root
+
+
 class StepwiseAuxDrafter(AuxDrafter):
     """Base of drafters whose layers run once for each level, on the states of the level above.
 
@@ -284,7 +296,10 @@ class StepwiseAuxDrafter(AuxDrafter):
 
         The first level also returns what nodes see of every ring.
         """
-        return self.next_level(*changing) if depth else self.first_level(*changing)
+        if not depth:
+            return self.first_level(*changing)
+        states, tokens, ancestor_mask, position, cos, sin, *seen = changing
+        return self.next_level(Nodes(states, tokens, ancestor_mask, position, cos, sin, tuple(seen)))
 
     def remember(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
         self.enter(aux_hidden_states, tokens, positions, positions[:, :0])
@@ -308,25 +323,12 @@ class StepwiseAuxDrafter(AuxDrafter):
         """Store entries in the rings; return outputs and states `(B, n, hidden)` at `query_places` `(B, n)`."""
         raise NotImplementedError
 
-    def next_level(
-        self,
-        states: torch.Tensor,
-        tokens: torch.Tensor,
-        ancestor_mask: torch.Tensor,
-        position: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        *seen: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits `(B, n, draft vocabulary)` and states `(B, n, hidden)` after the newest level of a beam.
-
-        Args:
-            states (`torch.Tensor` of shape `(B, n, hidden)`): State of each node's parent.
-            tokens (`torch.LongTensor` of shape `(B, n)`): Tokens of the level.
-            ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
-            position (`torch.LongTensor` of shape `(B, 1)`): Position of the level.
-            cos (`torch.Tensor` of shape `(B, 1, D)`): Cosines of it.
-            sin (`torch.Tensor` of shape `(B, 1, D)`): Sines of it.
-            *seen (`torch.BoolTensor` of shape `(B, 1, slots + 1)`): What nodes see of every ring, and of the root.
-        """
+    def next_level(self, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits `(B, n, draft vocabulary)` and states `(B, n, hidden)` after the newest level of a beam."""
         raise NotImplementedError
+
+    def stage(self, index: int, nodes: Nodes, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Store keys and values of nodes in a ring, and return the mask `(B, n, slots + N)` of what they see of it."""
+        mask = nodes.ancestor_mask
+        self.rings[index].stage(keys, values, mask.shape[2] - mask.shape[1])
+        return self.with_ancestors(nodes.seen[index], mask[:, :, 1:])  # the root is in `seen`

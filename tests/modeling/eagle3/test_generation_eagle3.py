@@ -35,8 +35,8 @@ def levels(monkeypatch):
     def first(result, own, aux, tokens, positions, last):
         found.append([(positions.gather(1, last)[:, 0].tolist(), None, None, result[0])])
 
-    def following(result, own, states, tokens, ancestor_mask, *others):
-        found[-1].append((found[-1][0][0], tokens, ancestor_mask, result[0]))
+    def following(result, own, nodes):
+        found[-1].append((found[-1][0][0], nodes.tokens, nodes.ancestor_mask, result[0]))
 
     after(monkeypatch, Eagle3Drafter, "first_level", first)
     after(monkeypatch, Eagle3Drafter, "next_level", following)
