@@ -329,11 +329,35 @@ def test_requests_are_fair_by_arrival_and_prompts_are_read_in_chunks_between_ste
         gate.opened.set()
         for future in (first, *futures):
             future.result()
-    # while a row runs, no two chunks without a step between them
-    running = events[: events.index("chunk") + 2 * 7]
-    assert running.count("chunk") == 7 and ("chunk", "chunk") not in set(neighbours(running))
+    # while a row runs, a step comes after each chunk, but for the rest of a prompt, before which another is read
+    running = "".join(event[0] for event in events[: events.index("chunk") + 2 * 7])
+    assert running.count("c") >= 7 and "ccc" not in running and running.count("cc") <= 1
     begins = [stream.times[1] for stream in streams]
     assert begins == sorted(begins)
+
+
+def test_short_prompts_take_their_slots_together(llama, monkeypatch):
+    events = []
+    take = Batcher._take_slot
+
+    def see(self):
+        before = len(self._running)
+        take(self)
+        events.extend(["slot"] * (len(self._running) - before))
+
+    monkeypatch.setattr(Batcher, "_take_slot", see)
+    gate, how = Gate(), {"max_new_tokens": 20, "eos_token_id": NEVER}
+    with Batcher(llama, rows=4, max_length=64, chunk_size=16) as batcher:
+        iterate = batcher._session.iterate
+        batcher._session.iterate = lambda: events.append("step") or iterate()
+        first = batcher.submit(prompt(3), streamer=gate, **how)
+        assert gate.reached.wait(30)
+        futures = [batcher.submit(prompt(length), **how) for length in (4, 5, 6)]
+        del events[:]
+        gate.opened.set()
+        for future in (first, *futures):
+            future.result()
+    assert "slot slot slot step" in " ".join(events)
 
 
 def test_map_yields_in_order_and_reads_few_prompts_ahead(llama):

@@ -356,20 +356,29 @@ class Batcher:
                 self._reading = None
 
     def _turn(self) -> None:
-        """Read a chunk of a prompt if one is to be read, and run steps until the next one is."""
-        self._read_chunk()
-        if (reading := self._reading) is not None and self._session is None:  # a step has failed meanwhile
-            with self._alone(reading.request):
-                self._session = self._begun(reading.session.call.more_nodes)
+        """Read prompts of `chunk_size` tokens, or a chunk of one, and run steps until the next one is to be read.
+
+        A step takes the same time for free slots: short prompts take theirs together.
+        """
+        room = self.chunk_size
+        while True:
+            if self._has_chunk:
+                room -= self._read_chunk()
+            if (reading := self._reading) is not None and self._session is None:  # a step has failed meanwhile
+                with self._alone(reading.request):
+                    self._session = self._begun(reading.session.call.more_nodes)
+            if self._session is not None:
+                with self._session.attention():
+                    self._emit_first()
+                    self._take_slot()
+            if room <= 0 or not self._has_chunk:
+                break
         if self._session is None:
             return
         with self._session.attention():
-            self._emit_first()
-            while True:
-                self._take_slot()
-                if not self._running:
-                    return
+            while self._running:
                 self._step()
+                self._take_slot()
                 if self._has_chunk:
                     return
 
@@ -380,13 +389,16 @@ class Batcher:
             return not self._reading.is_ready
         return bool(self._waiting) and not (self._running and self._waiting[0].waits)
 
-    def _read_chunk(self) -> None:
-        if self._reading is None and self._has_chunk:
+    def _read_chunk(self) -> int:
+        """Read a chunk of a prompt, and return the number of its tokens, at least 1."""
+        if self._reading is None:
             self._open(self._waiting.popleft())
         if (reading := self._reading) is None or reading.tails is not None:
-            return
+            return 1
+        before = reading.session.cache.counts[0]
         with self._alone(reading.request):
             reading.tails = next(reading.chunks) or None
+        return max(1, reading.session.cache.counts[0] - before)
 
     def _open(self, request: Request) -> None:
         """Begin with a request: make its session, or run it alone."""
