@@ -10,7 +10,8 @@ from hf_longspec.generation.special_cases.gate import SpeculationGate
 class FlippingGate(SpeculationGate):
     """Opens and closes at random, for one to four steps of each kind, from a seed; `turns` counts that.
 
-    While it is open, each step drafts one of the trees that the drafter can draft, and verifies some of the n-grams.
+    While it is open, each step drafts one of the trees that the drafter can draft, or some of its levels, and verifies
+    some of these levels and of the n-grams.
     """
 
     def __init__(self, drafter: Any, seed: int = 0):
@@ -26,7 +27,19 @@ class FlippingGate(SpeculationGate):
             self.turns += 1
         self.left -= 1
         self.widths = self.random.choice(self._choices)[0]
+        self._begin_chain()
         return self.speculating
+
+    def goes_on(self, shares: Any) -> bool:
+        """Go on or not."""
+        assert all(0 <= share <= 1.0001 for share in shares)
+        self._said.append(list(shares))
+        return len(self._said) < len(self.widths) and self.random.random() < 0.7
+
+    def kept(self, may_cut: bool = True) -> int:
+        """Keep some levels."""
+        self.widths = self.widths[: self.random.randint(1, len(self._said)) if may_cut else len(self._said)]
+        return len(self.widths)
 
     def cut(self, rows: Any, nodes: int, most: int) -> Any:
         """Return some of the paths, and beginnings of them."""

@@ -7,7 +7,6 @@ import threading
 import time
 from concurrent.futures import CancelledError
 from itertools import count as numbers
-from itertools import pairwise as neighbours
 
 import pytest
 import torch

@@ -169,7 +169,7 @@ class SlotRule:
     What differs between rows is computed row by row, and nothing of it is part of a graph.
     """
 
-    fits_graphs = is_made_of_tensors = False
+    fits_graphs = is_made_of_tensors = is_plain = False
     takes_drawn_tokens = True
     key: tuple = ()
 

@@ -362,6 +362,20 @@ class Beam:
         self.parent_places = [*self.parent_places, parent]
         self._scores.append(self.scores)
 
+    @property
+    def shares(self) -> list[float]:
+        """Probability of the newest token of a chain after those before it, by row."""
+        shares: list[float] = (self._scores[-1] - self._scores[-2])[:, 0].exp().nan_to_num(0.0).tolist()
+        return shares
+
+    def cut(self, count: int) -> None:
+        """Drop all levels after the first `count`."""
+        for kept in (self.levels, self._scores, self._masks):
+            del kept[count + 1 :]
+        self.parents, self.parent_places = self.parents[: count + 1], self.parent_places[: count + 1]
+        self.tokens, self.scores = self.levels[-1], self._scores[-1]
+        self.num_nodes = sum(level.shape[1] for level in self.levels)
+
     def fields(self, num_nodes: int | None = None) -> tuple[Tensor, ...]:
         """Return the [`DraftTree.fields`] of all levels, in level order; of the best `num_nodes` if there are more.
 

@@ -110,6 +110,8 @@ class Drafter(CandidateGenerator):
     """Time of drafting a level in plain steps, before it is measured."""
     first_chance: float = 0.6
     """Chance that its best candidate is accepted, before it is measured."""
+    tells: bool = False
+    """Whether it asks [`SpeculationGate.goes_on`] after each token of a chain, and says how probable it finds it."""
     plan: Any = None
     """The [`SpeculationGate`] that chooses how much is drafted; `None` if it is always all."""
 
@@ -119,6 +121,11 @@ class Drafter(CandidateGenerator):
     def follow(self, plan: Any) -> None:
         """Draft in each step what a [`SpeculationGate`] has chosen."""
         self.plan = plan
+
+    @property
+    def asked(self) -> Any:
+        """The gate that is asked after each token whether to draft the next one; `None` if all are drafted."""
+        return self.plan if self.plan is not None and self.plan.answers else None
 
     @property
     def widths_now(self) -> Sequence[int]:
@@ -279,11 +286,13 @@ def drafted_tokens(
     logits_after: Callable[[int, torch.Tensor], torch.Tensor],
     noise: torch.Tensor | None,
     with_q: bool,
+    gate: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Draft a chain by the target's rule: roots and drafted tokens `(B, count + 1)`, if `with_q` their distributions.
 
     `logits_after` returns the logits `(B, vocab)` after tokens `(B,)` at a depth, and `noise` is that of
-    [`noise_of_chain`]. It may be part of a graph if the rule `fits_graphs`.
+    [`noise_of_chain`]. It may be part of a graph if the rule `fits_graphs`. A `gate`, as [`Drafter.asked`], may end the
+    chain earlier.
     """
     tokens, distributions = [root], []
     for depth in range(count):
@@ -296,4 +305,10 @@ def drafted_tokens(
             rule.try_out(depth, tokens[-1])
         if with_q:
             distributions.append(scores.softmax(-1))
-    return torch.stack(tokens, 1), chain_q(distributions) if with_q else None
+        if gate is not None:
+            shares = scores.softmax(-1).gather(1, tokens[-1][:, None])
+            if not gate.goes_on(shares[:, 0].tolist()):
+                break
+    if gate is not None:  # whether a drawn token is verified must not depend on the token
+        count = gate.kept(may_cut=not with_q)
+    return torch.stack(tokens[: count + 1], 1), chain_q(distributions) if with_q else None

@@ -47,7 +47,18 @@ OF_CODE = (
     "```python\n{text}\n```\nSummarise what this code offers in five sentences.",
     "```python\n{text}\n```\nWrite this code again with type annotations.",
 )
-HELD_OUT = {"argparse", "statistics", "tarfile", "turtle", "typing", "zipfile", "decimal", "_pydecimal", "mailbox", "inspect"}
+HELD_OUT = {
+    "argparse",
+    "statistics",
+    "tarfile",
+    "turtle",
+    "typing",
+    "zipfile",
+    "decimal",
+    "_pydecimal",
+    "mailbox",
+    "inspect",
+}
 
 
 def users(args: argparse.Namespace) -> Iterator[dict[str, str]]:

@@ -28,13 +28,15 @@ class Machine:
             right with the chance `further`, by default the same, where all better ones are wrong.
         largest: Number of candidates of each level.
         load: Factor of the time of a step, given a source of random numbers.
+        tells: Whether tokens are easier or harder at random, and the draft says so.
     """
 
-    def __init__(self, verifying, drafting, rate, largest=(1,) * 4, load=lambda _: 1.0, seed=0, sizes=0):
+    def __init__(self, verifying, drafting, rate, largest=(1,) * 4, load=lambda _: 1.0, seed=0, sizes=0, tells=False):
         self.verifying, self.drafting, self.rate, self.load = verifying, drafting, rate, load
         self.random = random.Random(seed)
         self.further = None
         self.drafter = Levels(largest)
+        self.drafter.tells = tells
         self.costs = {}
         self.gate = SpeculationGate(self.drafter, self.costs_of, sizes=sizes)
         self.gate.reach(1024)
@@ -49,13 +51,24 @@ class Machine:
         drafts, self.was_open = is_open and self.was_open, is_open
         widths = self.gate.widths if drafts else ()
         path, rate = [0], self.rate(self.emitted)
+        rates = [rate] * len(widths)
+        if self.gate.answers and widths:
+            rates = [rate + self.random.choice((-0.5, 0.5)) * min(rate, 1 - rate) for _ in widths]
+            for depth in range(len(widths)):
+                if not self.gate.goes_on([rates[depth]]):
+                    break
+            levels = depth + 1
+            self.gate.kept()
+            widths = self.gate.widths
         for depth, width in enumerate(widths):
+            rate = rates[depth]
             further = rate if self.further is None else self.further
             rank = next((rank for rank in range(width) if self.random.random() < (further if rank else rate)), None)
             if rank is None:
                 break
             path.append(1 + sum(widths[:depth]) + rank)
-        nodes, levels, load = 1 + sum(widths), len(widths), self.load(self.random)
+        nodes, load = 1 + sum(widths), self.load(self.random)
+        levels = levels if widths and self.gate.answers else len(widths)
         drafting, verifying = load * self.drafting(levels), load * self.verifying(nodes)
         verified = SimpleNamespace(tokens=[path], nodes=[path], tree=SimpleNamespace(num_nodes=nodes))
         self.now += (drafting + verifying) / load

@@ -4,8 +4,9 @@ from statistics import mean
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from hf_longspec.generation.drafter import Drafter
+from hf_longspec.generation.drafter import Drafter, drafted_tokens
 from hf_longspec.generation.special_cases.costs import Chances, Costs
 from hf_longspec.generation.special_cases.gate import SpeculationGate, choices, gate_of
 from tests.generation.made_up_machine import BINDING, Levels, Machine, always
@@ -59,14 +60,82 @@ class TestFixedChoices:
             assert sum(usual) >= 8 if expected is TREE else max(usual) <= 2
 
 
+class TestWhatTheDraftSays:
+    @pytest.mark.parametrize("largest", [CHAIN, LONG], ids=["chain", "long chain"])
+    @pytest.mark.parametrize("rate", [0.4, 0.6, 0.8])
+    def test_chains_are_as_long_as_it_is_sure(self, rate, largest):
+        """Tokens are easier or harder at random, and the same on average."""
+        seconds = []
+        for tells in (False, True):
+            machines = [
+                Machine(COSTS["cpu"], per_draft, always(rate), largest, seed=seed, tells=tells) for seed in SEEDS
+            ]
+            seconds.append(mean(machine.run(2000).now / machine.emitted for machine in machines))
+        assert seconds[1] < seconds[0]
+
+    def test_chains_end_where_the_draft_is_unsure(self):
+        machine = Machine(COSTS["cpu"], per_draft, always(0.6), LONG, tells=True).run(500)
+        gate = machine.gate
+
+        def levels(shares):
+            gate.speculates()
+            gate.widths = LONG
+            gate._begin_chain()
+            next(depth for depth, share in enumerate(shares) if not gate.goes_on([share]))
+            return len(gate._said), gate.kept()
+
+        sure, unsure = levels([0.99] * 16), levels([0.99, 0.1] + [0.99] * 14)
+        assert sure[0] > 3 and sure[0] == sure[1]
+        assert unsure == (2, 1)  # the second token was drafted, and is not worth its verification
+        assert levels([0.05] * 16)[1] == 1
+
+    def test_drawn_tokens_are_verified_whatever_they_are(self):
+        gate = Machine(COSTS["cpu"], per_draft, always(0.6), LONG, tells=True).run(500).gate
+        gate.speculates()
+        gate.widths = LONG
+        gate._begin_chain()
+        assert [gate.goes_on([share]) for share in (0.99, 0.01)] == [True, False]
+        assert gate.kept(may_cut=False) == 2
+
+    @pytest.mark.parametrize("with_q", [False, True])
+    def test_a_chain_is_cut_unless_its_tokens_were_drawn(self, with_q):
+        class Asked:
+            shares = ()
+
+            def goes_on(self, shares):
+                self.shares = (*self.shares, shares)
+                return len(self.shares) < 3
+
+            def kept(self, may_cut=True):
+                return 1 if may_cut else 3
+
+        gate, scores = Asked(), torch.tensor([[0.1, 0.7, 0.2], [0.6, 0.3, 0.1]]).log()
+        noise = torch.ones(8, 2, 3) if with_q else None
+        tokens, q = drafted_tokens(None, torch.tensor([2, 2]), 8, lambda *_: scores, noise, with_q, gate)
+        assert tokens.tolist() == ([[2, 1, 1, 1], [2, 0, 0, 0]] if with_q else [[2, 1], [2, 0]])
+        assert (q is None) != with_q
+        assert gate.shares == (pytest.approx([0.7, 0.6]),) * 3
+
+    def test_rows_decide_together(self):
+        gate = Machine(COSTS["cpu"], per_draft, always(0.6), LONG, tells=True).run(500).gate
+        for shares, goes_on in (([0.99, 0.99], True), ([0.99, 0.01], None), ([0.01, 0.01], False)):
+            gate.speculates()
+            gate.widths = LONG
+            gate._begin_chain()
+            found = gate.goes_on(shares)
+            assert gate._gains[0] == mean(gate._reached) and (goes_on is None or found == goes_on)
+
+
 class TestLoss:
+    @pytest.mark.parametrize("tells", [False, True])
     @pytest.mark.parametrize("drafting", [0.02, 0.1, 0.3])
     @pytest.mark.parametrize("largest", [CHAIN, TREE])
     @pytest.mark.parametrize("costs", ["cpu", "linear"])
-    def test_a_useless_draft_loses_three_plain_steps_in_a_short_text(self, costs, largest, drafting):
+    def test_a_useless_draft_loses_three_plain_steps_in_a_short_text(self, costs, largest, drafting, tells):
         """And then one per cent."""
         for seed in SEEDS:
-            machine = Machine(COSTS[costs], lambda levels: drafting * levels, always(0.0), largest, seed=seed).run(64)
+            how = {"seed": seed, "tells": tells}
+            machine = Machine(COSTS[costs], lambda levels: drafting * levels, always(0.0), largest, **how).run(64)
             assert machine.now - machine.emitted <= 3.6  # a step may be dearer than it was expected to be
             assert machine.run(1000).now <= 1.02 * machine.emitted
 

@@ -102,7 +102,15 @@ class RestingGate(FlippingGate):
     def speculates(self):
         self.pause -= 1
         self.widths = self._choices[-1][0]
+        self._begin_chain()
         return self.pause < 0
+
+    def goes_on(self, shares):
+        self._said.append(shares)
+        return len(self._said) < len(self.widths)
+
+    def kept(self, may_cut=True):
+        return len(self._said)
 
     def cut(self, rows, nodes, most):
         return [[path for path, _ in row] for row in rows], most

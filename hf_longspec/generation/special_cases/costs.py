@@ -5,6 +5,7 @@ right beside other programs, too, as these make steps of all sizes slower. [`Cha
 which begin with a prior.
 """
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Hashable, Sequence
 from functools import cache
@@ -28,6 +29,8 @@ MORE = 0.5
 MATCHES = (0.1, 0.25, 0.35, 0.45, 0.5, 0.55, 0.6, 0.65)
 # Likewise, that another path is right where the first one is wrong.
 SECOND_PATH = 0.2
+# Probabilities that are told apart, which a draft gives to its own tokens.
+SHARES = (0.2, 0.4, 0.6, 0.8, 0.95)
 # A path of n-grams, and how many tokens before it match.
 Match = tuple[Sequence[int], int]
 
@@ -150,8 +153,8 @@ class Chances:
         self._trials: dict[Hashable, float] = {}
         self._hits: dict[Hashable, float] = {}
 
-    def add(self, key: Hashable, is_hit: bool) -> None:
-        """Count a trial."""
+    def add(self, key: Hashable, is_hit: float) -> None:
+        """Count a trial, a hit or not, or the chance of a hit where that is all that is known."""
         self._levels.clear()
         self._trials[key] = self._trials.get(key, 0.0) * (1 - FADING) + 1
         self._hits[key] = self._hits.get(key, 0.0) * (1 - FADING) + is_hit
@@ -168,6 +171,17 @@ class Chances:
         for counts in (self._trials, self._hits):
             for key in counts:
                 counts[key] *= 1 - share
+
+    def said(self, share: float) -> float:
+        """Return the chance of a token to which the draft gives this probability."""
+        return self.of(("share", bisect(SHARES, share)), share)
+
+    def add_said(self, shares: Sequence[float], verified: int, accepted: int) -> None:
+        """Count the tokens of a chain by the draft's probabilities; the first ones were `verified` and `accepted`."""
+        for depth, share in enumerate(shares[: min(verified, accepted + 1)]):
+            self.add(("share", bisect(SHARES, share)), depth < accepted)
+        if len(shares) > verified == accepted:  # a token that was not worth its verification
+            self.add((verified, 1), self.said(shares[verified]))
 
     def level(self, depth: int, width: int) -> float:
         """Return the chance that one of the best `width` nodes of a level is accepted, if the level above was."""

@@ -45,7 +45,8 @@ FADE_PLAIN, FADE_CALL = 1 / 256, 0.5
 class SpeculationGate:
     """Choose how much is drafted and verified, step by step.
 
-    [`Drafter.plan`] is this object: drafters read `widths`, and n-grams are shortened by `cut`.
+    [`Drafter.plan`] is this object: drafters read `widths`, n-grams are shortened by `cut`, and drafters of chains ask
+    `goes_on` after each token.
 
     Args:
         drafter ([`Drafter`]): The drafter of the first call, which says how much it can draft.
@@ -76,11 +77,13 @@ class SpeculationGate:
         self._drafter: Any = drafter
         self._costs_of: Any = costs_of
         self._has_levels = has_levels(drafter)
+        self.answers = drafter.tells and set(drafter.largest) == {1} and self.ranks is None
         self._choices = choices(drafter, self.sizes)
         self.widths = self._choices[-1][0]
         # seconds of plain steps that emit as much as all steps of this call, and of these steps
         self.worth = self.seconds = 0.0
-        self._steps, self._choice = 0, -1
+        self._steps, self._choice, self._rate = 0, -1, 0.0
+        self._begin_chain()
         self.chances.fade(FADE_CALL)
 
     def release(self) -> None:
@@ -102,11 +105,45 @@ class SpeculationGate:
         choice = self._choice
         if self.ranks is not None:
             choice = int(self.ranks.first([choice])[0])
+        self._begin_chain()
         if choice < 0:
             return False
         self.widths = self._choices[choice][0]
         self.expected = self.tokens(self.widths)
+        if self.answers:  # as long as the draft is sure
+            self.widths = self._choices[-1][0]
         return True
+
+    def _begin_chain(self) -> None:
+        # for each token of this chain: the draft's probability of it in each row, and the mean chance that the chain is
+        # right so far
+        self._said: list[Sequence[float]] = []
+        self._gains: list[float] = []
+        self._reached: list[float] = []  # by row, after the last token
+
+    def goes_on(self, shares: Sequence[float]) -> bool:
+        """Return whether to draft another token of chains after one to which the draft gives these probabilities."""
+        above = self._reached or [1.0] * len(shares)
+        self._said.append(shares)
+        self._reached = [chance * self.chances.said(share) for chance, share in zip(above, shares, strict=True)]
+        self._gains.append(sum(self._reached) / len(shares))
+        depth = len(self._said)
+        if depth == len(self.widths) or depth + 2 > self._reach:
+            return False
+        drafting = self.drafting(depth + 1) - self.drafting(depth)
+        seconds = drafting + self.costs(depth + 2) - self.costs(depth + 1)
+        return self._gains[-1] * self.chances.level(depth, 1) > self._rate * seconds
+
+    def kept(self, may_cut: bool = True) -> int:
+        """Return how many of the drafted tokens are worth their verification; at least one."""
+        count = len(self._said)
+        while may_cut and count > 1:
+            if self._gains[count - 1] > self._rate * (self.costs(count + 1) - self.costs(count)):
+                break
+            count -= 1
+        self.widths = self.widths[:count]
+        self.expected = 1 + sum(self._gains[:count]) + self.chances.extra
+        return count
 
     def _best(self) -> int:
         """Return the index of the best choice; -1 for a plain step."""
@@ -126,6 +163,7 @@ class SpeculationGate:
             found = self.tokens(widths) / seconds
             if found > rate and (seconds <= limit or self._surely(self.tokens, widths) * plain > seconds):
                 best, rate = index, found
+        self._rate = rate
         return best
 
     @property
@@ -198,7 +236,7 @@ class SpeculationGate:
         rows, tree = sum(map(bool, verification.tokens)), verification.tree
         if not rows or tree is None or (self.ranks is not None and self.ranks.rank):
             return
-        nodes, levels = tree.num_nodes, len(self.widths)
+        nodes, levels = tree.num_nodes, len(self._said) or len(self.widths)
         self.costs.add(nodes, verifying)
         plain = seconds = self.costs(1)
         worth = plain * sum(map(len, verification.tokens)) / rows
@@ -221,11 +259,12 @@ class SpeculationGate:
         if drafter.chooses_nodes:
             return
         own = nodes if drafter.first_ngram_node is None else drafter.first_ngram_node
-        for kept, tokens in zip(verification.nodes, verification.tokens, strict=True):
+        for row, (kept, tokens) in enumerate(zip(verification.nodes, verification.tokens, strict=True)):
             if tokens:
                 path = [node for node in kept[1:] if node < own]
                 ranks = ranks_of(drafter, path, self.widths) if self._has_levels else [0] * len(path)
                 self.chances.add_path(self._told_apart(self.widths), ranks)
+                self.chances.add_said([shares[row] for shares in self._said], len(self.widths), len(ranks))
                 self.chances.extra += FADING * (len(tokens) - 1 - len(ranks) - self.chances.extra)
 
 

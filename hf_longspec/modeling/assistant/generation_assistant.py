@@ -123,6 +123,7 @@ class AssistantDrafter(Drafter):
         self.largest = [1] * self.shape if isinstance(self.shape, int) else self.shape
         embedding = assistant.model.get_input_embeddings().weight
         self.device, self.num_embeddings = assistant.model.device, embedding.shape[0]
+        self.tells = isinstance(self.shape, int) and self.device.type == "cpu" and assistant.steps.runner is None
         self.coupling = binding.coupling()
         slots = max(CATCH_UP, 2 * self.num_nodes)
         shape = binding.cache.batch_size, binding.max_length, slots, self.window, draft.setting("sinks")
@@ -201,8 +202,9 @@ class AssistantDrafter(Drafter):
                 if chain is None:
                     after = self._chain(self._forward, start, inputs, shape)
                     chain = drafted_tokens(
-                        rule, root, shape, lambda *where: after(*where).to(root.device), noise, with_q
+                        rule, root, shape, lambda *where: after(*where).to(root.device), noise, with_q, self.asked
                     )
+                    self.shape = chain[0].shape[1] - 1
                 tree = DraftTree.chain(chain[0], q=chain[1])
             else:
                 known = self.coupling.known(len(shape))

@@ -152,6 +152,7 @@ class BeamDrafter(Drafter):
         is_cast = torch.is_autocast_enabled(self.device.type)
         self._kernels: AttentionBackend = under_autocast(kernels) if is_cast else kernels
         self._grow: Callable[..., Any] = self.grow
+        self.tells = binding.target.steps.runner is None and self.device.type == "cpu" and self.coupling.is_plain
         if binding.target.steps.runner is not None:
             self._grow = self._grow_at_once if self.coupling.fits_graphs else self._grow_by_levels
 
@@ -246,7 +247,7 @@ class BeamDrafter(Drafter):
         prefix: Any = None,
         level: Callable[..., Tensors] | None = None,
     ) -> Tensors:
-        """Draft all levels, and return the [`DraftTree.fields`] of the tree.
+        """Draft all levels, or as many as pay, and return the [`DraftTree.fields`] of the tree.
 
         It writes to the rings and reads nothing on the host. The arguments are the results of `inputs`,
         [`Coupling.known`] and `prefix`, and a function in the place of `level`.
@@ -256,17 +257,23 @@ class BeamDrafter(Drafter):
         states: Sequence[torch.Tensor] = ()
         reduced = getattr(self.draft, "d2t", None) is not None
         token_ids = self.draft.token_ids.to(inputs[0].device) if reduced else None
+        gate = self.asked
         for depth, width in enumerate(self.widths):
             logits, *new = level(self.level_inputs(beam, depth, shared, states), depth, prefix)
             states = (*new, *states[len(new) :])
             logits = logits.to(inputs[0].device)
             if token_ids is None or self.coupling.is_plain:
                 beam.grow(self.coupling.scores(logits, known, depth, beam.paths), width, token_ids)
+                if gate is not None and not gate.goes_on(beam.shares):
+                    break
                 continue
             # noise and processors are those of the target's tokens
             everywhere = logits.new_full((*logits.shape[:-1], self.binding.target.vocab_size), -torch.inf)
             logits = everywhere.index_copy(2, token_ids, logits)
             beam.grow(self.coupling.scores(logits, known, depth, beam.paths), width)
+        if gate is not None:
+            beam.cut(gate.kept())
+            self.widths = self.widths[: len(beam.levels) - 1]
         return beam.fields(self.num_nodes)
 
     def _grow_at_once(self, inputs: tuple[torch.Tensor, ...], known: Sequence[torch.Tensor], prefix: Any) -> Any:

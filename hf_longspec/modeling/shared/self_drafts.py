@@ -140,6 +140,7 @@ class SelfDrafter(Drafter):
         self.num_nodes, self.largest = self.gamma + 1, [1] * self.gamma
         self.sparse_ratio, self.sparse_min_tokens = draft.setting("sparse_ratio"), draft.setting("sparse_min_tokens")
         self._is_drawn = draft.draws_tokens and (binding.rule is None or binding.rule.takes_drawn_tokens)
+        self.tells = draft.device.type == "cpu" and binding.target.steps.runner is None
 
     @property
     def state_bytes(self) -> int:
@@ -179,7 +180,9 @@ class SelfDrafter(Drafter):
         with_q = self._is_drawn and noise is not None
         drafted = self.captured_chain(root, noise, with_q)
         if drafted is None:
-            drafted = drafted_tokens(rule, root, self.gamma, lambda _, token: self._draft_step(token), noise, with_q)
+            after = lambda _, token: self._draft_step(token)  # noqa: E731
+            drafted = drafted_tokens(rule, root, self.gamma, after, noise, with_q, self.asked)
+            self.gamma = drafted[0].shape[1] - 1
         return DraftTree.chain(drafted[0], q=drafted[1])
 
     def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
