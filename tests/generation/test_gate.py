@@ -226,6 +226,17 @@ class TestNgrams:
         paths, beside = gate.cut([[(path, 8)], [], [], []], nodes=1, most=16)
         assert 0 < beside <= alone and paths[1:] == [[], [], []]
 
+    def test_all_ranks_verify_what_the_first_one_chose(self, gate):
+        path = tuple(range(8))
+        for _ in range(30):
+            gate.chances.add_match([(path, 8)], path)
+        rows = [[(path, 8), ((0, 9, 9), 1)], [], [(path[:3], 2)]]
+        expected, sent = gate.cut(rows, nodes=1, most=16), []
+        gate.ranks = SimpleNamespace(rank=0, first=lambda numbers: sent.append(numbers) or numbers)
+        assert gate.cut(rows, nodes=1, most=16) == expected and 0 < expected[1] < 16
+        other = SpeculationGate(gate._drafter, None, SimpleNamespace(rank=1, first=lambda numbers: sent[0]))
+        assert other.cut(rows, nodes=1, most=16) == expected
+
     def test_what_was_not_verified_is_learned_from_too(self, gate):
         """Plain steps show whether the n-grams that they did not verify were right."""
         path = tuple(range(8))

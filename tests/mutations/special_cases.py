@@ -139,6 +139,8 @@ ROWS = (
     ("Packed weights take a share of the memory", "generation/special_cases/packed_products.py",
      "return packed_bytes() + more <= MEMORY_SHARE * memory", "return True",
      "tests/generation/test_packed_products.py::test_memory_is_bounded"),
+    ("All ranks verify the n-grams that the first one chose", "generation/special_cases/gate.py",
+     "*flat, kept = self.ranks.first(", "*flat, kept = list(", "tests/generation/test_gate.py::TestNgrams"),
     ("A chain ends where the draft is unsure", "generation/special_cases/gate.py",
      "return self._gains[-1] * self.chances.level(depth, 1) > self._rate * seconds", "return True",
      "tests/generation/test_gate.py::TestWhatTheDraftSays"),

@@ -13,7 +13,7 @@ draft.
 from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from itertools import accumulate, zip_longest
+from itertools import accumulate, chain, zip_longest
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -201,8 +201,19 @@ class SpeculationGate:
             most (`int`): Most nodes of n-grams in a row.
         """
         self._matches = list(rows)
-        if self.ranks is not None:  # all processes draft the same
-            return [[path for path, _ in paths] for paths in rows], most
+        if self.ranks is None:
+            lengths, kept = self._lengths(rows, nodes, most)
+        else:
+            decides = self.ranks.rank == 0
+            found, kept = self._lengths(rows, nodes, most) if decides else ([[0] * len(paths) for paths in rows], 0)
+            *flat, kept = self.ranks.first([*chain.from_iterable(found), kept])
+            numbers = iter(flat)
+            lengths = [[next(numbers) for _ in paths] for paths in rows]
+        pairs = zip(rows, lengths, strict=True)
+        return [[path[:n] for (path, _), n in zip(paths, row, strict=True) if n] for paths, row in pairs], kept
+
+    def _lengths(self, rows: Sequence[list[Match]], nodes: int, most: int) -> tuple[list[list[int]], int]:
+        """Return how many tokens of each path are worth their verification, and the number of nodes. See `cut`."""
         tokens, gains = self._joined(rows, nodes, most)
         surely: list[float] = []
         drafting, plain = self.drafting(len(self.widths)) if nodes > 1 else 0.0, self.costs(1)
@@ -220,7 +231,7 @@ class SpeculationGate:
             if seconds <= limit or surely[count] * plain > seconds:
                 rate, kept = tokens[count] / seconds, count
         self.expected = tokens[kept]
-        return [shortened(paths, row[:kept]) for paths, row in zip(rows, gains, strict=True)], kept
+        return [kept_lengths(paths, row[:kept]) for paths, row in zip(rows, gains, strict=True)], kept
 
     def _joined(
         self, rows: Sequence[list[Match]], nodes: int, most: int
@@ -305,14 +316,13 @@ def ranks_of(drafter: Any, path: Sequence[int], widths: Sequence[int]) -> list[i
     return ranks
 
 
-def shortened(paths: Sequence[Match], nodes: Sequence[tuple[float, int]]) -> list[Sequence[int]]:
-    """Return the beginnings of paths that have these nodes, which are those of [`Chances.gains`]."""
+def kept_lengths(paths: Sequence[Match], nodes: Sequence[tuple[float, int]]) -> list[int]:
+    """Return the lengths of the beginnings of paths that have these nodes, which are those of [`Chances.gains`]."""
     first = paths[0][0] if paths else ()
     counts = Counter(index for _, index in nodes)
     return [
-        path[: counts[index] + (common(path, first) if index else 0)]
+        counts[index] + (common(path, first) if index else 0) if counts[index] else 0
         for index, (path, _) in enumerate(paths)
-        if counts[index]
     ]
 
 
