@@ -71,6 +71,7 @@ class DraftConfig(PreTrainedConfig):
     vocab_size: int = 0
     target: dict[str, Any] | None = None
     target_name_or_path: str | None = None
+    mean_acceptance_length: float | None = None  # tau on held-out text, from which the gate begins
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

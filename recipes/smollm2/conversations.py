@@ -2,7 +2,7 @@
 
     python recipes/smollm2/conversations.py users --output runs/smollm2-texts/users.jsonl --rows 1500
     hf-longspec generate --target runs/smollm2 --draft plain --data runs/smollm2-texts/users.jsonl \\
-        --temperature 1 --max-new-tokens 80 --batch 32 --output runs/smollm2-texts/requests.jsonl
+        --temperature 1 --max-new-tokens 64 --batch 32 --output runs/smollm2-texts/requests.jsonl
     python recipes/smollm2/conversations.py prompts --novels novels/train --output runs/smollm2-texts/prompts.jsonl \\
         --requests runs/smollm2-texts/requests.jsonl
     hf-longspec generate --target runs/smollm2 --draft plain --chat --data runs/smollm2-texts/prompts.jsonl \\
@@ -12,8 +12,7 @@
 
 `users` writes the beginning of a conversation, up to where a user speaks: a chat model continues it with a request
 (Magpie, https://huggingface.co/papers/2406.08464). `prompts` mixes these requests with pieces of novels and of the
-sources of Python to summarise, explain, edit and answer from. The modules and packages that are held out for
-evaluation (`HELD_OUT` of `recipes/train_tiny_target.py`) are left out.
+sources of Python to summarise, explain, edit and answer from. The modules that benchmarks read are left out.
 """
 
 import argparse
@@ -47,18 +46,9 @@ OF_CODE = (
     "```python\n{text}\n```\nSummarise what this code offers in five sentences.",
     "```python\n{text}\n```\nWrite this code again with type annotations.",
 )
-HELD_OUT = {
-    "argparse",
-    "statistics",
-    "tarfile",
-    "turtle",
-    "typing",
-    "zipfile",
-    "decimal",
-    "_pydecimal",
-    "mailbox",
-    "inspect",
-}
+TEXTS = (".txt", ".md", ".rst")
+# Modules that benchmarks read.
+HELD_OUT = {"argparse", "inspect", "statistics", "tarfile", "turtle", "typing", "zipfile", "decimal", "_pydecimal"}
 
 
 def users(args: argparse.Namespace) -> Iterator[dict[str, str]]:
@@ -72,11 +62,13 @@ def prompts(args: argparse.Namespace) -> Iterator[dict[str, str]]:
     chooser = random.Random(args.seed)
     requests = {str(row["text"]).strip() for row in read(args.requests)}
     rows = [text for text in sorted(requests) if 15 < len(text) < 1500]
-    novels = [path.read_text(encoding="utf-8", errors="ignore") for path in sorted(args.novels.glob("*.txt"))]
-    for _ in range(args.pieces):
-        novel = chooser.choice(novels)
-        start = novel.find("\n", chooser.randrange(len(novel) // 20, len(novel)))
-        text = novel[start : start + chooser.randrange(800, args.longest)].strip()
+    paths = [path for path in sorted(args.novels.rglob("*")) if path.suffix in TEXTS or path.name == "METADATA"]
+    documents = [path.read_text(encoding="utf-8", errors="ignore") for path in paths]
+    documents = [document for document in documents if len(document) > 2 * args.longest]
+    for _ in range(args.pieces if documents else 0):
+        document = chooser.choice(documents)
+        start = document.find("\n", chooser.randrange(len(document) // 20, len(document) - args.longest))
+        text = document[start : start + chooser.randrange(800, args.longest)].strip()
         rows.append(chooser.choice(OF_TEXTS).format(text=text))
     functions = list(sources(args.longest))
     for text, name in chooser.sample(functions, min(args.functions, len(functions))):
@@ -120,7 +112,7 @@ def main() -> None:
     add.set_defaults(rows_of=users)
     add = commands.add_parser("prompts", help="requests, and pieces of novels and code with a task")
     add.add_argument("--requests", type=Path, required=True, help="output of `hf-longspec generate` for `users`")
-    add.add_argument("--novels", type=Path, required=True, help="folder of text files")
+    add.add_argument("--novels", type=Path, required=True, help="folder of text files, searched below, too")
     add.add_argument("--pieces", type=int, default=500, help="pieces of novels (default: %(default)s)")
     add.add_argument("--functions", type=int, default=500, help="functions and classes (default: %(default)s)")
     add.add_argument("--longest", type=int, default=2400, help="characters of a piece (default: %(default)s)")

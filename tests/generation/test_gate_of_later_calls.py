@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from hf_longspec import LongSpecDraftModel
 from hf_longspec.generation.special_cases import gate as module
 from hf_longspec.generation.special_cases.gate import SpeculationGate, gate_of
 from hf_longspec.generation.target import TargetView
@@ -44,6 +45,15 @@ def useless(model):
     draft = RandomTreeDraftModel.from_target(model)
     draft.num_nodes, draft.luck = 5, 0.0
     return draft
+
+
+@pytest.mark.parametrize(("tau", "first"), [(None, 0.6), (1.0, 0.0), (2.5, 0.6), (5.0, 0.8)])
+def test_the_first_call_begins_with_the_tau_of_the_config(gates, tmp_path, tau, first):
+    model = tiny_target("llama")
+    draft = LongSpecDraftModel.from_target(model, mean_acceptance_length=tau)
+    draft.save_pretrained(tmp_path)
+    generate(model, LongSpecDraftModel.from_pretrained(tmp_path))
+    assert gates[0][0].chances.first == pytest.approx(first)
 
 
 def test_the_second_call_begins_with_what_is_known(gates):

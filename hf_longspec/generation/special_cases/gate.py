@@ -468,6 +468,8 @@ class Gate(SpecialCase):
                 with _lock:
                     _kept.setdefault(draft, WeakKeyDictionary()).setdefault(model, {})[kind] = gate
 
+        if (tau := getattr(draft.config, "mean_acceptance_length", None)) is not None:
+            inner.first_chance = 1 - 1 / max(tau, 1.0)  # for which 1 + p + p² + ... is tau
         with _lock:
             last = _kept.get(draft, {}).get(model, {}).pop(kind, None)
         runner = target.steps.runner  # which takes a graph for each size; to compile one takes much longer
