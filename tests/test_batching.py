@@ -7,7 +7,6 @@ import threading
 import time
 from concurrent.futures import CancelledError
 from itertools import count as numbers
-from itertools import pairwise as neighbours
 
 import pytest
 import torch
@@ -268,7 +267,7 @@ def test_a_request_that_fails_ends_alone(llama):
             with pytest.raises(RuntimeError, match=message):
                 bad.result()
             assert torch.equal(good.result(), alone(llama, draft, prompt(11), **how)), name
-        assert not batcher.num_running
+        assert not batcher._running
 
 
 class Gate(BaseStreamer):

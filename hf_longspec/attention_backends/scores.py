@@ -89,7 +89,9 @@ class ScoreCapture:
             scores = self._weights(grouped, prefix, lse.unflatten(1, (key.shape[1], -1)), scaling, softcap)
         else:
             summed = self._sum_of_rows(grouped).sum(2)  # [B, K, R, D]
-            scores = key_products(summed, prefix) if _emulated(prefix) else summed @ prefix.transpose(2, 3)
+            # products in half types are slower than casts on x86 without AVX-512
+            is_emulated = prefix.is_cpu and prefix.itemsize < 4 and torch.backends.cpu.get_cpu_capability() == "AVX2"
+            scores = key_products(summed, prefix) if is_emulated else summed @ prefix.transpose(2, 3)
         scores = scores.float()
         if self.granularity == "layer":
             scores = scores.sum(1, keepdim=True)
@@ -183,8 +185,3 @@ def key_products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         block = slice(start, start + step)
         products[..., block] = queries @ keys[:, :, block].float().transpose(2, 3)
     return products
-
-
-def _emulated(keys: torch.Tensor) -> bool:
-    """Return whether products in the keys' dtype are slower than casts: half types on x86 without AVX-512."""
-    return keys.device.type == "cpu" and keys.itemsize < 4 and torch.backends.cpu.get_cpu_capability() == "AVX2"

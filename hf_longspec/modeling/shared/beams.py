@@ -271,23 +271,23 @@ class BeamDrafter(Drafter):
 
     def _grow_at_once(self, inputs: tuple[torch.Tensor, ...], known: Sequence[torch.Tensor], prefix: Any) -> Any:
         """Draft a tree in one graph, if that is possible."""
-        return self._run(Tree, len(inputs), prefix, *inputs, *known) or self.grow(inputs, known, prefix)
+        return self._run(None, len(inputs), prefix, *inputs, *known) or self.grow(inputs, known, prefix)
 
     def _grow_by_levels(self, inputs: tuple[torch.Tensor, ...], known: Sequence[torch.Tensor], prefix: Any) -> Any:
         """Draft a tree with one graph for each level, if that is possible."""
 
         def level(changing: tuple[torch.Tensor, ...], depth: int, prefix: Any) -> tuple[torch.Tensor, ...]:
-            result: tuple[torch.Tensor, ...] | None = self._run(Level, depth, prefix, *changing)
+            result: tuple[torch.Tensor, ...] | None = self._run(depth, len(changing), prefix, *changing)
             return result or self.level(changing, depth, prefix)
 
         return self.grow(inputs, known, prefix, level)
 
-    def _run(self, kind: "type[Part]", number: int, prefix: Any, *inputs: torch.Tensor) -> Any:
-        """Return the result of a part of a tree, compiled or captured; `None` if that is not possible."""
+    def _run(self, depth: int | None, count: int, prefix: Any, *inputs: torch.Tensor) -> Any:
+        """Return the result of a [`Part`], compiled or captured; `None` if that is not possible."""
         steps = self.binding.target.steps
         if self.is_moved or (fixed := self.fixed_prefix(steps.runner, prefix)) is None:
             return None
-        return steps.run(kind(self._owner, self._holder, self, fixed, number), *fixed.tensors, *inputs)
+        return steps.run(Part(self._owner, self._holder, self, fixed, depth, count), *fixed.tensors, *inputs)
 
     def run(self, method: Callable[..., Any], *inputs: torch.Tensor) -> Any:
         """Return the result of a method, by a captured graph if steps are captured."""
@@ -312,41 +312,27 @@ class BeamDrafter(Drafter):
 
 @dataclass(eq=False)
 class Part(FixedStep):
-    """A tree of a [`BeamDrafter`], or a level of it."""
+    """A tree of a [`BeamDrafter`], see [`BeamDrafter.grow`], or a level of it, see [`BeamDrafter.level`]."""
 
     drafter: BeamDrafter
     prefix: FixedPrefix
-    number: int  # of `inputs` of a tree, or the depth of a level
+    depth: int | None  # of a level; `None` for a tree
+    count: int  # number of `inputs` or `changing`
 
     @property
     def key(self) -> tuple:
-        return self.drafter.key, self.prefix.key, self.number
+        return self.drafter.key, self.prefix.key, self.depth, self.count
 
     @property
     def places(self) -> tuple[int, ...]:
         return self.prefix.places
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        count = self.prefix.num_tensors
-        return self.part(self.prefix.of(inputs[:count]), inputs[count:])
-
-    def part(self, prefix: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Return the result of [`BeamDrafter.grow`] or [`BeamDrafter.level`]."""
-        raise NotImplementedError
-
-
-class Tree(Part):
-    """All levels."""
-
-    def part(self, prefix: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return self.drafter.grow(inputs[: self.number], inputs[self.number :], prefix)
-
-
-class Level(Part):
-    """One level."""
-
-    def part(self, prefix: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return self.drafter.level(inputs, self.number, prefix)
+        first = self.prefix.num_tensors
+        prefix, inputs = self.prefix.of(inputs[:first]), inputs[first:]
+        if self.depth is None:
+            return self.drafter.grow(inputs[: self.count], inputs[self.count :], prefix)
+        return self.drafter.level(inputs, self.depth, prefix)
 
 
 class PrefixStates(NamedTuple):

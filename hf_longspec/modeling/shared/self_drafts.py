@@ -1,7 +1,6 @@
 """The target as its own draft: it drafts chains by itself on a part of its cache, or with cheaper weights."""
 
 import os
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -154,9 +153,10 @@ class SelfDrafter(Drafter):
         """Lower bound on the bytes that a drafting step reads, as a share of those of a plain step."""
         lengths = self.binding.cache.lengths.host
         share = sum(map(self.num_selected, lengths)) / max(1, sum(lengths))
-        layers = [self.binding.cache.layers[index] for index in self.sparse.sparse_layers]
+        layers = (self.binding.cache.layers[index] for index in self.sparse.sparse_layers)
+        parts = (part for layer in layers for part in (layer.keys, layer.values))
         weights, drafting = self._weight_bytes
-        kv = entry_bytes(layers) * sum(lengths) * KV_FACTOR
+        kv = sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts) * sum(lengths) * KV_FACTOR
         return (drafting + kv * share) / (weights + kv) if weights + kv else 0.0
 
     @cached_property
@@ -201,9 +201,3 @@ def weight_bytes(target: TargetView) -> int:
         if isinstance(module, nn.Linear | LowBitLinear) and "expert" not in name
     )
     return total // (1 if target.ranks is None else target.ranks.size)
-
-
-def entry_bytes(layers: Sequence[Any]) -> int:
-    """Return the bytes of the keys and values of one token in the given layers of a cache."""
-    parts = [part for layer in layers for part in (layer.keys, layer.values)]
-    return sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts)
