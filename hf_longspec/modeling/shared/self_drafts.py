@@ -103,12 +103,11 @@ class SelfDraftModel(DraftModel):
         weights = self.setting("draft_weights")
         if target.ranks is not None and (weights or self._given):
             raise ValueError("draft_weights is not supported under tensor parallelism. Set draft_weights=None.")
-        if self._given is not None:
-            self._check_copy(target, *self._given)
-        elif weights is not None and self._made is None and (reason := why_not_rounded(target.model, weights)):
-            raise ValueError(reason)
-
-    def _check_copy(self, target: TargetView, copied: PreTrainedModel) -> None:
+        if self._given is None:
+            if weights is not None and self._made is None and (reason := why_not_rounded(target.model, weights)):
+                raise ValueError(reason)
+            return
+        (copied,) = self._given
         expected, found = self.config.describe(target.model), self.config.describe(copied)
         for name, value in expected.items():
             if found[name] != value:
