@@ -2,9 +2,6 @@
 
 A context is a keyword of the model's forward (`model(..., tree=context)`). It reaches the attention function, which
 calls `context.attend` and needs nothing else.
-
-[`TreeContext`] verifies a draft tree, [`LevelContext`] drafts one level of a tree with a model that has a cache of its
-own, and [`SparseContext`] drafts on selected keys and values.
 """
 
 from collections.abc import Sequence

@@ -4,12 +4,8 @@ SpecAttn (Vegas in its later version, https://huggingface.co/papers/2602.07223),
 is the mean over some query rows and over all heads of q . k_i. That is linear in q. So the queries of the wanted rows
 are summed first, one product per KV head gives the score, and no logits of single heads or rows are written.
 
-Scores come from one of three places:
-
-- attention itself, while it reads the keys: a backend with `attention_with_scores` computes those of node 0 and of the
-  last node, as [`ScoreRows`] describes;
-- a second pass over the keys: [`ScoreCapture`], for all other backends, rows and scores;
-- a pass after the step, once the accepted node is known: [`QueryCapture`] keeps the queries until then.
+A backend with `attention_with_scores` computes scores while it reads the keys. For other backends, rows and scores,
+[`ScoreCapture`] makes a second pass. [`QueryCapture`] keeps the queries until the accepted node is known.
 """
 
 from collections.abc import Callable

@@ -1,15 +1,12 @@
 """Checks of the forwards of a target: tree verification against plain forwards over the same tokens.
 
-[`check_target`] runs after the prefix of the longest row, once for a structure of a model. It verifies a tree with two
-branches: the last tokens of the prompt, and before them the same tokens in reverse. The logits of the former must equal
-those of plain forwards of one token each under the model's own attention. They do not if the tree is verified without
-`position_ids`, the tree mask, a softcap, sinks, or a window that is shorter than the prefix, or if the model treats
-forwards of one token otherwise.
+[`check_target`] verifies a tree with two branches: the last tokens of the prompt, and before them the same tokens in
+reverse. The logits of the former must equal those of plain forwards of one token each under the model's own attention.
+They do not if the tree is verified without `position_ids`, the tree mask, a softcap, sinks, or a window that is shorter
+than the prefix, or if the model treats forwards of one token otherwise.
 
 Recurrent layers are compared one by one, too, since rounding hides less there: a verification replaces functions that
 may be kernels of other packages, and reads the states that these have left.
-
-[`why_not_hooked`] compares both ways of decoding on a target with hooks of a user that declare to treat tokens alike.
 """
 
 import copy

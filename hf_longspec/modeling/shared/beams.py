@@ -1,8 +1,7 @@
 """Drafters of trees that grow level by level: the draft runs once for all nodes of a level, and the best are kept.
 
-A tree is drafted as it is, in one graph, or with one graph for each level and candidates ranked in between. A
-[`WindowRing`] holds the last keys and values of a draft that has its own attention, in memory of a fixed size. The
-drafts of a [`CacheReader`] also attend to the target's cache: those of LongSpec and of the assistants of Gemma 4.
+A tree is drafted as it is, in one graph, or with one graph for each level and candidates ranked in between. The drafts
+of a [`CacheReader`] also attend to the target's cache: those of LongSpec and of the assistants of Gemma 4.
 """
 
 from collections.abc import Callable, Sequence
@@ -271,23 +270,23 @@ class BeamDrafter(Drafter):
 
     def _grow_at_once(self, inputs: tuple[torch.Tensor, ...], known: Sequence[torch.Tensor], prefix: Any) -> Any:
         """Draft a tree in one graph, if that is possible."""
-        return self._run(None, len(inputs), prefix, *inputs, *known) or self.grow(inputs, known, prefix)
+        return self._run(Tree, len(inputs), prefix, *inputs, *known) or self.grow(inputs, known, prefix)
 
     def _grow_by_levels(self, inputs: tuple[torch.Tensor, ...], known: Sequence[torch.Tensor], prefix: Any) -> Any:
         """Draft a tree with one graph for each level, if that is possible."""
 
         def level(changing: tuple[torch.Tensor, ...], depth: int, prefix: Any) -> tuple[torch.Tensor, ...]:
-            result: tuple[torch.Tensor, ...] | None = self._run(depth, len(changing), prefix, *changing)
+            result: tuple[torch.Tensor, ...] | None = self._run(Level, depth, prefix, *changing)
             return result or self.level(changing, depth, prefix)
 
         return self.grow(inputs, known, prefix, level)
 
-    def _run(self, depth: int | None, count: int, prefix: Any, *inputs: torch.Tensor) -> Any:
-        """Return the result of a [`Part`], compiled or captured; `None` if that is not possible."""
+    def _run(self, kind: "type[Part]", number: int, prefix: Any, *inputs: torch.Tensor) -> Any:
+        """Return the result of a part of a tree, compiled or captured; `None` if that is not possible."""
         steps = self.binding.target.steps
         if self.is_moved or (fixed := self.fixed_prefix(steps.runner, prefix)) is None:
             return None
-        return steps.run(Part(self._owner, self._holder, self, fixed, depth, count), *fixed.tensors, *inputs)
+        return steps.run(kind(self._owner, self._holder, self, fixed, number), *fixed.tensors, *inputs)
 
     def run(self, method: Callable[..., Any], *inputs: torch.Tensor) -> Any:
         """Return the result of a method, by a captured graph if steps are captured."""
@@ -312,27 +311,41 @@ class BeamDrafter(Drafter):
 
 @dataclass(eq=False)
 class Part(FixedStep):
-    """A tree of a [`BeamDrafter`], see [`BeamDrafter.grow`], or a level of it, see [`BeamDrafter.level`]."""
+    """A tree of a [`BeamDrafter`], or a level of it."""
 
     drafter: BeamDrafter
     prefix: FixedPrefix
-    depth: int | None  # of a level; `None` for a tree
-    count: int  # number of `inputs` or `changing`
+    number: int  # of `inputs` of a tree, or the depth of a level
 
     @property
     def key(self) -> tuple:
-        return self.drafter.key, self.prefix.key, self.depth, self.count
+        return self.drafter.key, self.prefix.key, self.number
 
     @property
     def places(self) -> tuple[int, ...]:
         return self.prefix.places
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        first = self.prefix.num_tensors
-        prefix, inputs = self.prefix.of(inputs[:first]), inputs[first:]
-        if self.depth is None:
-            return self.drafter.grow(inputs[: self.count], inputs[self.count :], prefix)
-        return self.drafter.level(inputs, self.depth, prefix)
+        count = self.prefix.num_tensors
+        return self.part(self.prefix.of(inputs[:count]), inputs[count:])
+
+    def part(self, prefix: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Return the result of [`BeamDrafter.grow`] or [`BeamDrafter.level`]."""
+        raise NotImplementedError
+
+
+class Tree(Part):
+    """All levels."""
+
+    def part(self, prefix: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return self.drafter.grow(inputs[: self.number], inputs[self.number :], prefix)
+
+
+class Level(Part):
+    """One level."""
+
+    def part(self, prefix: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return self.drafter.level(inputs, self.number, prefix)
 
 
 class PrefixStates(NamedTuple):
