@@ -148,7 +148,10 @@ class StructuredOutput(LogitsProcessor):
         self.ends = frozenset(ends if isinstance(ends, list | tuple) else [ends])
         if None in self.ends:
             raise ValueError("the tokenizer has no end token, with which a text ends. Pass eos_token_id.")
-        self.vocabulary = _vocabulary(tokenizer, tuple(sorted(self.ends)))
+        known, key = _vocabularies.setdefault(tokenizer, {}), tuple(sorted(self.ends))
+        if key not in known:
+            known[key] = from_tokenizer(tokenizer, eos_token=list(key))
+        self.vocabulary = known[key]
         self.grammar = _grammar(names[0], given[names[0]], whitespace)
         is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(self.grammar, self.vocabulary)
         if is_wrong:
@@ -224,13 +227,6 @@ def only_allowed(scores: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     is_allowed = (bits[..., None] >> places & 1).bool().flatten(1)[:, : scores.shape[1]]
     is_allowed = torch.nn.functional.pad(is_allowed, (0, scores.shape[1] - is_allowed.shape[1]))
     return scores.masked_fill(~is_allowed, -torch.inf)
-
-
-def _vocabulary(tokenizer: Any, ends: tuple[int, ...]) -> Any:
-    known = _vocabularies.setdefault(tokenizer, {})
-    if ends not in known:
-        known[ends] = from_tokenizer(tokenizer, eos_token=list(ends))
-    return known[ends]
 
 
 def _grammar(kind: str, value: Any, whitespace: bool) -> Any:

@@ -267,7 +267,7 @@ def test_a_request_that_fails_ends_alone(llama):
             with pytest.raises(RuntimeError, match=message):
                 bad.result()
             assert torch.equal(good.result(), alone(llama, draft, prompt(11), **how)), name
-        assert not batcher.num_running
+        assert not batcher._running
 
 
 class Gate(BaseStreamer):

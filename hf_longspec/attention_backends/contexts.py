@@ -2,9 +2,6 @@
 
 A context is a keyword of the model's forward (`model(..., tree=context)`). It reaches the attention function, which
 calls `context.attend` and needs nothing else.
-
-[`TreeContext`] verifies a draft tree, [`LevelContext`] drafts one level of a tree with a model that has a cache of its
-own, and [`SparseContext`] drafts on selected keys and values.
 """
 
 from collections.abc import Sequence
@@ -83,10 +80,6 @@ class StepContext:
         context: Self = self._memo[device]
         return context
 
-    def window_of(self, layer_idx: int, passed: int | None) -> int | None:
-        """Return the sliding window of a layer whose own argument is `passed`."""
-        return passed if self.windows is None else self.windows[layer_idx]
-
     def attend(
         self,
         backend: AttentionBackend,
@@ -102,7 +95,9 @@ class StepContext:
     ) -> torch.Tensor:
         """Return the attention of one layer, `(B, H, N, Dv)`; arguments as in [`LayerAttention`]."""
         self.calls.append(layer_idx)
-        window, options = self.window_of(layer_idx, sliding_window), {"scaling": scaling, "softcap": softcap}
+        window, options = sliding_window, {"scaling": scaling, "softcap": softcap}
+        if self.windows is not None:
+            window = self.windows[layer_idx]
         return self.state(LayerAttention(backend, layer_idx, query, key, value, window, sinks, options))[0]
 
     def state(self, layer: LayerAttention) -> AttentionState:
@@ -204,9 +199,6 @@ class TreeContext(StepContext):
         """Return the tree mask without the ancestors that are outside the window of a node."""
         if sliding_window is None or sliding_window >= self.mask.shape[-1]:  # no path is longer than the tree
             return self.mask
-        return self._mask_within(sliding_window)
-
-    def _mask_within(self, sliding_window: int) -> torch.Tensor:
         if sliding_window not in self._memo:
             self._memo[sliding_window] = self.mask & (self._distances() < sliding_window)
         mask: torch.Tensor = self._memo[sliding_window]

@@ -185,7 +185,9 @@ def choose(call: AttentionCall, name: str | None = None) -> AttentionBackend:
         if reason is None:
             return _backends[candidate]
         reasons.append(f"  {candidate}: {reason}")
-    raise ValueError("\n".join([f"no attention backend supports this call ({_describe(call)}):", *reasons, _REMEDY]))
+    properties = {field: value for field, value in call._asdict().items() if value is not None and value is not False}
+    shown = ", ".join(f"{field}={str(value).removeprefix('torch.')}" for field, value in properties.items())
+    raise ValueError("\n".join([f"no attention backend supports this call ({shown}):", *reasons, _REMEDY]))
 
 
 # Once per layer and step: a look-up without a frame of Python. Graphs call `choose`, once each.
@@ -195,8 +197,3 @@ _REMEDY = (
     "Load the model in float32, float16 or bfloat16, call generate() without assistant_model, or add a backend: see "
     "the kernel recipe in CONTRIBUTING.md."
 )
-
-
-def _describe(call: AttentionCall) -> str:
-    properties = {field: value for field, value in call._asdict().items() if value is not None and value is not False}
-    return ", ".join(f"{field}={str(value).removeprefix('torch.')}" for field, value in properties.items())

@@ -4,12 +4,8 @@ SpecAttn (Vegas in its later version, https://huggingface.co/papers/2602.07223),
 is the mean over some query rows and over all heads of q . k_i. That is linear in q. So the queries of the wanted rows
 are summed first, one product per KV head gives the score, and no logits of single heads or rows are written.
 
-Scores come from one of three places:
-
-- attention itself, while it reads the keys: a backend with `attention_with_scores` computes those of node 0 and of the
-  last node, as [`ScoreRows`] describes;
-- a second pass over the keys: [`ScoreCapture`], for all other backends, rows and scores;
-- a pass after the step, once the accepted node is known: [`QueryCapture`] keeps the queries until then.
+A backend with `attention_with_scores` computes scores while it reads the keys. For other backends, rows and scores,
+[`ScoreCapture`] makes a second pass. [`QueryCapture`] keeps the queries until the accepted node is known.
 """
 
 from collections.abc import Callable
@@ -89,7 +85,9 @@ class ScoreCapture:
             scores = self._weights(grouped, prefix, lse.unflatten(1, (key.shape[1], -1)), scaling, softcap)
         else:
             summed = self._sum_of_rows(grouped).sum(2)  # [B, K, R, D]
-            scores = key_products(summed, prefix) if _emulated(prefix) else summed @ prefix.transpose(2, 3)
+            # products in half types are slower than casts on x86 without AVX-512
+            is_emulated = prefix.is_cpu and prefix.itemsize < 4 and torch.backends.cpu.get_cpu_capability() == "AVX2"
+            scores = key_products(summed, prefix) if is_emulated else summed @ prefix.transpose(2, 3)
         scores = scores.float()
         if self.granularity == "layer":
             scores = scores.sum(1, keepdim=True)
@@ -183,8 +181,3 @@ def key_products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         block = slice(start, start + step)
         products[..., block] = queries @ keys[:, :, block].float().transpose(2, 3)
     return products
-
-
-def _emulated(keys: torch.Tensor) -> bool:
-    """Return whether products in the keys' dtype are slower than casts: half types on x86 without AVX-512."""
-    return keys.device.type == "cpu" and keys.itemsize < 4 and torch.backends.cpu.get_cpu_capability() == "AVX2"

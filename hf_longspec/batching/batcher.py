@@ -199,11 +199,6 @@ class Batcher:
             for request in ahead:
                 request.cancel()
 
-    @property
-    def num_running(self) -> int:
-        """Number of requests in slots."""
-        return len(self._running)
-
     def close(self, cancel: bool = False) -> None:
         """Wait for all requests, or cancel them, and end the thread. Nothing can be submitted afterwards.
 

@@ -9,8 +9,7 @@ from transformers import AutoModel
 
 from ..cli import CARD_FACTS, CommandError, options
 from ..hub import Card, push, write_repository
-from ..hub.code import STUB
-from ..hub.repository import engine_of, write_engine
+from ..hub.repository import STUB, engine_of, write_engine
 from .files import claim
 from .models import loading, quiet
 

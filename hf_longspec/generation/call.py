@@ -93,7 +93,9 @@ class Call:
         streamer: BaseStreamer | None,
         model_kwargs: dict[str, Any],
     ):
-        self.target = TargetView(model, _runner(draft, model, input_ids.device))
+        mode, device = draft.setting("compile"), input_ids.device
+        is_eager = mode == "off" or (mode == "auto" and device.type != "cuda")
+        self.target = TargetView(model, None if is_eager else runner_of(mode, model, draft, device))
         self.draft, self.input_ids = draft, input_ids
         self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
         self.config, self.streamer, self.model_kwargs = config, streamer, model_kwargs
@@ -201,19 +203,20 @@ class Call:
     def _refuse_unsupported(self) -> None:
         """Refuse a call whose target, draft or settings are wrong, with the value, the rule and the remedy."""
         refuse_target(self.target, type(self.draft), self.max_length)
-        if (reason := _why_not_fixed(self.target, mode := self.draft.setting("compile"))) is not None:
+        reason, mode = None, self.draft.setting("compile")
+        if mode not in ("auto", "off") and self.target.ranks is not None:
+            reason = f"tensor parallelism ({self.target.ranks.size} processes)"
+        elif mode == "compile":
+            reason = self.target.mode.why_not_fixed(type(self.target.model).__name__)
+        if reason is not None:
             raise ValueError(f"compile={mode!r} is not supported with {reason}. Set compile='off'.")
-        self._check_draft()
-        if self.config.do_sample:
-            self.draft.check_sampling()
-        _refuse_assistant_settings(self.config, self.target.model.generation_config)
-
-    def _check_draft(self) -> None:
-        """Check the draft and its settings, if they or the target have changed since they were last checked."""
         state = self.target.known, self.draft.generation_config.to_dict()
         if _checked.get(self.draft) != state:
             self.draft.check(self.target)
             _checked[self.draft] = state
+        if self.config.do_sample:
+            self.draft.check_sampling()
+        _refuse_assistant_settings(self.config, self.target.model.generation_config)
 
     def _refuse_mask(self) -> None:
         """Refuse a mask that does not fit the prompts."""
@@ -254,14 +257,6 @@ def refuse_positions(
             f"{tuple(tokens.shape)}, from {apart}. Drop position_ids, and pass the whole text also on a second turn, "
             "or its new tokens with attention_mask of the whole."
         )
-
-
-def _runner(draft: Any, model: PreTrainedModel, device: torch.device) -> Any:
-    """Return what compiles or captures the steps of a call; `None` if they run as they are."""
-    mode = draft.setting("compile")
-    if mode == "off" or (mode == "auto" and device.type != "cuda"):
-        return None
-    return runner_of(mode, model, draft, device)
 
 
 class Prompts:
@@ -383,15 +378,6 @@ def pack_if_mostly_free(cache: SpeculativeCache) -> None:
 def unpadded(values: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
     """Return the rows of `(batch, P)` values without padding, where `mask` is 0."""
     return [row[keep.bool()] for row, keep in zip(values, mask, strict=True)]
-
-
-def _why_not_fixed(target: TargetView, mode: str) -> str | None:
-    """Return with what steps cannot run as the setting `compile` asks for; `None` if they can."""
-    if mode in ("auto", "off"):
-        return None
-    if target.ranks is not None:
-        return f"tensor parallelism ({target.ranks.size} processes)"
-    return target.mode.why_not_fixed(type(target.model).__name__) if mode == "compile" else None
 
 
 def why_not_begun(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:

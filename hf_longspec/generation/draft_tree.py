@@ -2,10 +2,6 @@
 
 Node 0 is the root, the last emitted token. Every other node has one parent with a smaller index. A node's path is found
 by following parents, so a tree is two integer tensors of a fixed size. Rows with fewer candidates are padded.
-
-[`trie_table`] builds trees from token lists on the host, [`merge_trees`] joins two trees on their device.
-[`static_tree`] fills trees whose structure is known in advance. [`Beam`] grows a tree by level, each of which keeps the
-continuations with the largest cumulative log-probability.
 """
 
 from collections.abc import Sequence
@@ -297,7 +293,7 @@ def _doublings(steps: int) -> int:
 
 
 class Beam:
-    """Grow a draft tree level by level.
+    """Grow a draft tree level by level, each with the continuations whose paths are most probable.
 
     No node is discarded: a node without a continuation in the next level stays as a leaf. The number of nodes depends
     on the widths alone, and there is no host sync.

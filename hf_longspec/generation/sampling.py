@@ -231,13 +231,7 @@ class TokenRule:
     # whether tokens that a draft has drawn are accepted by rejection; otherwise it ranks them by the target's noise
     takes_drawn_tokens = True
 
-    def __init__(
-        self,
-        processors: LogitsProcessorList,
-        do_sample: bool,
-        sequences: Sequences,
-        noise: NoiseRows | None,
-    ):
+    def __init__(self, processors: LogitsProcessorList, do_sample: bool, sequences: Sequences, noise: NoiseRows | None):
         self.processors = processors
         self.do_sample = do_sample
         self.sequences = sequences

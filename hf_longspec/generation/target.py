@@ -84,22 +84,23 @@ class TargetView:
     """
 
     def __init__(self, model: PreTrainedModel, runner: Any = None):
-        _refuse_other_objects(model)
+        given: Any = model
+        if not isinstance(given, torch.nn.Module) or not hasattr(given, "config"):
+            value = repr(given) if isinstance(given, str | type | None) else f"an object of {type(given)}"
+            raise ValueError(
+                f"expected a loaded model, but got {value}. Load it with AutoModelForCausalLM.from_pretrained(...)."
+            )
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
-        self.special_cases = self._special_cases()
-        self.ranks = (
-            SPECIAL_CASES[TENSOR_PARALLELISM].ranks_of(model) if TENSOR_PARALLELISM in self.special_cases else None
-        )
         self._runner = runner
-
-    def _special_cases(self) -> list[str]:
-        """Return the names of the special cases that this model brings to every call."""
         # the modules decide, whose kind may differ from that of the config
-        kinds = (vars(module).get("rope_type") for module in self.model.modules())
+        kinds = (vars(module).get("rope_type") for module in model.modules())
         rotary = str([getattr(self.config, "rope_parameters", None), *filter(None, kinds)])
-        cases = [ROTARY_LIMIT] if any(kind in rotary for kind in CHANGING_ROTARY) else []
-        return cases + [TENSOR_PARALLELISM] * ((getattr(self.model, "_tp_size", None) or 1) > 1)
+        is_shared = (getattr(model, "_tp_size", None) or 1) > 1
+        # names of the special cases that this model brings to every call
+        self.special_cases = [ROTARY_LIMIT] * any(kind in rotary for kind in CHANGING_ROTARY)
+        self.special_cases += [TENSOR_PARALLELISM] * is_shared
+        self.ranks = SPECIAL_CASES[TENSOR_PARALLELISM].ranks_of(model) if is_shared else None
 
     @cached_property
     def known(self) -> Known:
@@ -541,14 +542,6 @@ def chain_of_last_tokens(prompts: Sequence[torch.Tensor], count: int) -> tuple[D
         return DraftTree.chain(tokens), sizes
     places = torch.arange(tokens.shape[1], device=tokens.device)
     return DraftTree.chain(tokens, places < torch.tensor(sizes, device=tokens.device)[:, None]), sizes
-
-
-def _refuse_other_objects(model: Any) -> None:
-    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
-        value = repr(model) if isinstance(model, str | type | None) else f"an object of {type(model)}"
-        raise ValueError(
-            f"expected a loaded model, but got {value}. Load it with AutoModelForCausalLM.from_pretrained(...)."
-        )
 
 
 def _attention_configs(model: PreTrainedModel) -> list[tuple[Any, str]]:

@@ -4,9 +4,6 @@ The modules and functions are the target's own, found and called, never copied. 
 outside of them are rows of data in this file. tests/generation/test_target_modules.py compares each row with the
 target's own hidden states, queries and logits.
 
-[`LayerInputs`] catches the residual stream before some layers, or after the last one. Transformers'
-`hidden_states[-1]` is the output of the final norm, and `output_hidden_states` keeps the states of all layers.
-
 An attention function gets its context as a keyword of the model's forward. The decoder layers of nemotron and stablelm
 accept keywords and do not pass them on to their attention, which would accept them. Such layers are found in the source
 of their forward, and hooks pass the keywords on.
@@ -525,7 +522,8 @@ def refuse_compiled_forward(model: PreTrainedModel) -> None:
 class LayerInputs:
     """Keep the inputs of some layers in forwards of this thread, while the context is open.
 
-    The input of layer j is the residual stream after j layers, transformers' `hidden_states[j]`.
+    The input of layer j is the residual stream after j layers, transformers' `hidden_states[j]`. Transformers'
+    `hidden_states[-1]` is the output of the final norm, and `output_hidden_states` keeps the states of all layers.
 
     Args:
         layers (`Sequence[int]` or `True`): Indices of layers. The number of layers stands for the final norm, and so

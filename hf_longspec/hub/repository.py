@@ -1,4 +1,10 @@
-"""Write or upload the repository of a draft: weights, settings, code, and a model card from the templates here."""
+"""Write or upload the repository of a draft: weights, settings, code, and a model card from the templates here.
+
+The code is a stub, and where the package is not installed, a copy of it. `auto_map` in config.json names the stub.
+Transformers imports it from a folder of its own, so that it cannot know where it came from, and calls `from_pretrained`
+of its classes with the folder or Hub id of the draft. Then the stub finds the package and lets it load the draft. So
+all classes are those of the one package of a process.
+"""
 
 import json
 import os
@@ -6,7 +12,7 @@ import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
-from shutil import rmtree
+from shutil import copytree, ignore_patterns, rmtree
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -16,8 +22,16 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from ..modeling.register_draft import DRAFTS
 from ..modeling.saved_config import FORMAT_FIELD, FORMAT_VERSION
-from .code import AUTO_MAP, OWN, PACKAGE, STUB, template, write_code, write_package
 
+TEMPLATES = Path(__file__).parent / "templates"
+# Not resolved: in the cache of the Hub, files are links to another folder.
+PACKAGE = Path(__file__).parents[1]
+STUB = "longspec_draft.py"
+AUTO_MAP = {"AutoConfig": "longspec_draft.DraftConfig", "AutoModel": "longspec_draft.DraftModel"}
+# The engine of a draft that holds the copy itself.
+OWN = "."
+# Commands, which no draft needs.
+LEFT_OUT = "cli", "__pycache__"
 CARD_FACTS = "card.json"
 NOT_MEASURED = "Not measured."
 NO_LICENSE = "The code is licensed under Apache-2.0; the license of the weights was not stated."
@@ -99,22 +113,18 @@ def render(draft: Any, card: Card, engine: str | None = None) -> str:
     )
     name = (engine or "").partition("@")[0]
     place = f"[{name}](https://huggingface.co/{name}), at the commit that {STUB} names"
+    settings = ", ".join(f"`{name}={getattr(draft.generation_config, name, None)!r}`" for name in draft.settings)
     return template("card.md").format(
         place="this repository" if engine is None else place,
         metadata=data.to_yaml().strip(),
         about=about.strip(),
         target=card.target or base_model,
         repo=card.repo,
-        settings=_settings(draft, card),
+        settings=_paragraphs(f"Settings in `generation_config.json`: {settings or 'none'}.", card.settings),
         acceptance=card.acceptance.strip() or NOT_MEASURED,
         training="" if draft.weightless and not card.training else f"## Training\n\n{_training(card)}\n\n",
         limits=_paragraphs(limits, card.limits, "" if card.license else NO_LICENSE),
     )
-
-
-def _settings(draft: Any, card: Card) -> str:
-    settings = ", ".join(f"`{name}={getattr(draft.generation_config, name, None)!r}`" for name in draft.settings)
-    return _paragraphs(f"Settings in `generation_config.json`: {settings or 'none'}.", card.settings)
 
 
 def _training(card: Card) -> str:
@@ -217,6 +227,38 @@ def check_engine(engine: str, repo_id: str | None) -> None:
         raise ValueError(f"engine {engine!r}: expected owner/name@commit, with all 40 digits of the commit.")
     if name == repo_id:
         raise ValueError(f"engine {engine!r} is the draft's own repository. Pass another one, or omit engine.")
+
+
+def write_code(folder: Path, engine: str = OWN) -> None:
+    """Write the stub into the folder of a draft, and the package if the draft holds it itself.
+
+    Args:
+        folder (`Path`): The folder.
+        engine (`str`): `"owner/name@commit"` of the repository that holds the package, or `"."`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    text = template(STUB).replace("{version}", FORMAT_VERSION).replace("{engine}", engine)
+    (folder / STUB).write_text(text, encoding="utf-8", newline="\n")
+    if engine == OWN:
+        write_package(folder)
+
+
+def write_package(folder: Path) -> None:
+    """Copy the package into a folder, unless it is the one that runs."""
+    copied = folder / PACKAGE.name
+    if not (copied.exists() and copied.samefile(PACKAGE)):
+        copytree(PACKAGE, copied, ignore=ignore_patterns(*LEFT_OUT), dirs_exist_ok=True)
+
+
+def running_engine() -> str | None:
+    """Return the engine that this package was copied from; `None` if it is installed."""
+    engine: str | None = import_module(PACKAGE.name).copied_from
+    return engine
+
+
+def template(name: str) -> str:
+    """Return the text of a template."""
+    return (TEMPLATES / name).read_text(encoding="utf-8")
 
 
 def write_engine(folder: Path) -> list[Path]:

@@ -301,7 +301,7 @@ class DraftModel(PreTrainedModel):
                 "save_pretrained(push_to_hub=True) would upload a draft without its code. Use "
                 'draft.push_to_hub("owner/name").'
             )
-        code = resolve_name("hf_longspec.hub.code")  # by name, as publishing imports drafts
+        code = resolve_name("hf_longspec.hub.repository")  # by name, as publishing imports drafts
         if (engine := code.running_engine()) is not None:
             code.write_code(Path(save_directory), engine)
             self.config.auto_map = dict(code.AUTO_MAP)

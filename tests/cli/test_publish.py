@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError
 import hf_longspec
 from hf_longspec import LongSpecDraftModel
 from hf_longspec.hub import repository
-from hf_longspec.hub.code import STUB
+from hf_longspec.hub.repository import STUB
 from tests.cli.conftest import run_command
 from tests.tiny_targets import tiny_target
 

@@ -10,7 +10,7 @@ from transformers.dynamic_module_utils import check_imports
 
 import hf_longspec
 from hf_longspec.hub import push, write_repository
-from hf_longspec.hub.code import PACKAGE, STUB
+from hf_longspec.hub.repository import PACKAGE, STUB
 
 from .conftest import CARD, DRAFTS, ENGINE, LAST_COMMIT, NEW_COMMIT, contents
 

@@ -3,13 +3,13 @@
 # fmt: off
 ROWS = (
     ("A node attends to its ancestors alone", "attention_backends/contexts.py",
-     "            return self.mask\n        return self._mask_within",
-     "            return torch.ones_like(self.mask)\n        return self._mask_within",
+     "            return self.mask\n        if sliding_window not in",
+     "            return torch.ones_like(self.mask)\n        if sliding_window not in",
      "tests/generation/test_forward_check.py::test_every_target_passes_by_far"),
     ("A window hides tokens at its own distance", "attention_backends/contexts.py", "(self._distances() < sliding",
      "(self._distances() <= sliding", "tests/attention_backends/test_contexts.py"),
     ("Windows come from the masks of the model", "attention_backends/contexts.py",
-     "return passed if self.windows is None else self.windows[layer_idx]", "return passed",
+     "            window = self.windows[layer_idx]", "            pass",
      "tests/generation/test_trial.py"),
     ("A rotated key goes to the slot of its node", "attention_backends/triton/layers.py",
      "slots + batch * stride_slot_b + node)", "slots + node)", "tests/attention_backends/triton/test_layers.py"),

@@ -122,7 +122,7 @@ def hybrid_config(
         block_keys, num_stages = 32, num_stages + 1
     # The loop over the tree is short, and stages would spill 56 bytes; in float32 it spills 300 without.
     tree = (16 if block_rows == 16 else 32, 1) if itemsize == 2 else (16, num_stages)
-    sizes = _padded(size, value_size)
+    sizes = power_of_two(max(SMALLEST_TILE, size)), power_of_two(max(SMALLEST_TILE, value_size))
     tile = TileConfig(block_rows, block_keys, *tree, SHORTEST_SPLIT, *sizes, num_warps, num_stages)
     return _fit(tile, itemsize, gpu.shared_memory)
 
@@ -156,10 +156,6 @@ def most_splits(capacity: int, wanted: int, split_keys: int, block_keys: int) ->
 def _tiles(size: int, value_size: int, itemsize: int, gpu: Gpu) -> dict[int, tuple[int, int, int]]:
     tables = FLOAT32_TILES if itemsize == 4 else WARPGROUP_TILES if gpu.warpgroups else TILES
     return next(tiles for largest, tiles in tables.items() if max(size, value_size) <= largest)
-
-
-def _padded(size: int, value_size: int) -> tuple[int, int]:
-    return power_of_two(max(SMALLEST_TILE, size)), power_of_two(max(SMALLEST_TILE, value_size))
 
 
 def _fit(tile: TileConfig, itemsize: int, shared_memory: int) -> TileConfig:

@@ -55,11 +55,6 @@ def upcast(dtype: torch.dtype) -> bool:
     return INTERPRETED and dtype == torch.bfloat16
 
 
-def output_dtype(value: torch.Tensor) -> torch.dtype:
-    """Return what a kernel writes: the interpreter truncates where a GPU rounds, so torch rounds to bfloat16."""
-    return torch.float32 if upcast(value.dtype) else value.dtype
-
-
 def launching_on(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """Make the tensor's device current: Triton launches there, and under `device_map="auto"` it may be another one."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
@@ -235,7 +230,8 @@ def launch_merge(
     Returns:
         `(out, lse)` of shapes `(B, H, N, Dv)`, `(B, N, H, Dv)` in memory as a model needs it next, and `(B, H, N)`.
     """
-    out = value.new_empty(merge.out, dtype=output_dtype(value))
+    # the interpreter truncates where a GPU rounds, so torch rounds to bfloat16
+    out = value.new_empty(merge.out, dtype=torch.float32 if upcast(value.dtype) else value.dtype)
     lse = partial.new_empty(merge.lse)
     if merge.grid[0]:
         combine_kernel[merge.grid](partial, sinks, out, lse, *merge.numbers, **merge.constants)

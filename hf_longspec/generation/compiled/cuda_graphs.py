@@ -152,7 +152,9 @@ class CapturedRunner(Runner):
         with _workspaces_lock:
             state, workspaces = _workspaces.get(self.draft, (None, []))
             workspaces = [*(workspaces if state == self.state else []), workspace]
-            most = MOST_MEMORY * _memory_of(self.model.device)
+            device = self.model.device
+            memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
+            most = MOST_MEMORY * memory
             while workspaces and (len(workspaces) > MOST_WORKSPACES or sum(one.nbytes for one in workspaces) > most):
                 del workspaces[0]
             _workspaces[self.draft] = self.state, workspaces
@@ -244,11 +246,6 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _memory_of(device: torch.device) -> float:
-    """Return the bytes of memory of a GPU."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
 
 
 def bucket(length: int, capacity: int, parts: int = 1) -> int:

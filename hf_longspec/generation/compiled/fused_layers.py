@@ -1,9 +1,8 @@
 """Fused kernels in captured steps, `compile="fused"`: norms, sums, rotary embeddings, gates, delta rules.
 
-A captured step of a Llama layer in 16 bits has about forty launches, of which seven are matrix products and two are
-attention; most others are small operations of norms, rotary embeddings and activations. While a step is captured,
-kernels of `attention_backends/triton/layers.py` run in their place, in any model and draft. The model is not changed:
-what follows holds for the thread that captures, and only until the capture ends.
+Most launches of a captured step are small operations between the matrix products. While a step is captured, kernels of
+`attention_backends/triton/layers.py` run in their place, in any model and draft. The model is not changed: what follows
+holds for the thread that captures, and only until the capture ends.
 
 [`FusedOperations`] sees every function of torch. It holds back a sum, an activation or a rotation until the next
 function. A norm of this very sum, a product with this very activation, or a write of these very keys to the cache is

@@ -1,15 +1,12 @@
 """Checks of the forwards of a target: tree verification against plain forwards over the same tokens.
 
-[`check_target`] runs after the prefix of the longest row, once for a structure of a model. It verifies a tree with two
-branches: the last tokens of the prompt, and before them the same tokens in reverse. The logits of the former must equal
-those of plain forwards of one token each under the model's own attention. They do not if the tree is verified without
-`position_ids`, the tree mask, a softcap, sinks, or a window that is shorter than the prefix, or if the model treats
-forwards of one token otherwise.
+[`check_target`] verifies a tree with two branches: the last tokens of the prompt, and before them the same tokens in
+reverse. The logits of the former must equal those of plain forwards of one token each under the model's own attention.
+They do not if the tree is verified without `position_ids`, the tree mask, a softcap, sinks, or a window that is shorter
+than the prefix, or if the model treats forwards of one token otherwise.
 
 Recurrent layers are compared one by one, too, since rounding hides less there: a verification replaces functions that
 may be kernels of other packages, and reads the states that these have left.
-
-[`why_not_hooked`] compares both ways of decoding on a target with hooks of a user that declare to treat tokens alike.
 """
 
 import copy
@@ -29,7 +26,7 @@ from ..special_case import FIRST_CHECKS, SpecialCase
 from ..target import TargetView
 from ..target_modules import attention_functions, plain_logits, weakly
 from .hooks import bare, hooks_of, is_declared
-from .trial import TRIAL_TOLERANCE, named, rotary_state_kept
+from .trial import TRIAL_TOLERANCE, largest_gap, named, rotary_state_kept, spread_of
 
 logger = logging.get_logger(__name__)
 
@@ -95,7 +92,7 @@ def check_target(
 
     def rounding() -> float:
         with _noise_in_embeddings(target.model):
-            return _largest_gap(run_plainly()[0], plain)
+            return largest_gap(run_plainly()[0], plain)
 
     layers = target.mode.replaced_layers(target)
     with _outputs_of(layers) as own:
@@ -216,16 +213,20 @@ def _refusal(target: TargetView, reason: str, remedy: str = OF_KERNELS) -> Value
 
 
 def _is_exact(target: TargetView, device: torch.device) -> bool:
-    return not torch.is_autocast_enabled(device.type) and _computes_exactly(target.model)
+    """Return whether a target computes in float32: no half precision, no quantised weights or activations, no TF32."""
+    if torch.is_autocast_enabled(device.type) or torch.get_float32_matmul_precision() != "highest":
+        return False
+    is_full = all(weight.dtype in (torch.float32, torch.float64) for weight in target.model.parameters())
+    return is_full and not is_quantized(target.model)
 
 
 def _compare(
     target: TargetView, verified: torch.Tensor, plain: torch.Tensor, rounding: Callable[[], float] = lambda: 0.0
 ) -> None:
     """Compare logits `(n, vocab)` with those of each plain way. `rounding` may explain a difference."""
-    if (gap := _largest_gap(verified, plain)) == 0:
+    if (gap := largest_gap(verified, plain)) == 0:
         return
-    spread, is_exact = _spread(plain), _is_exact(target, plain.device)
+    spread, is_exact = spread_of(plain), _is_exact(target, plain.device)
     tolerance = (TOLERANCE if is_exact else HALF_TOLERANCE) * spread
     if gap > tolerance and is_exact:
         tolerance = max(tolerance, MOST_TIMES * rounding())
@@ -264,13 +265,6 @@ def _is_packed(tensor: Any) -> bool:
     if tensor.dtype.is_floating_point:
         return bool(tensor.dtype.itemsize < 2)
     return tensor.dim() > 1 and tensor.dtype not in (torch.bool, torch.int64)  # masks and indices
-
-
-def _computes_exactly(model: torch.nn.Module) -> bool:
-    """Return whether the model computes in float32: no half precision, no quantised weights or activations, no TF32."""
-    if is_quantized(model) or torch.get_float32_matmul_precision() != "highest":
-        return False
-    return all(weight.dtype in (torch.float32, torch.float64) for weight in model.parameters())
 
 
 # Most tokens of a prompt that a comparison of hooks runs. Hooks that distinguish forwards of more tokens are not found.
@@ -328,8 +322,8 @@ def _gap(call: Call, num_nodes: int) -> tuple[float, float]:
     plain, drafted = _both_ways(target, call, num_nodes)
     unhooked = copy.copy(target)
     unhooked.model = bare(target.model)
-    alone = _largest_gap(*_both_ways(unhooked, call, num_nodes))
-    return _largest_gap(drafted, plain), max(TRIAL_TOLERANCE * _spread(plain), MARGIN * alone)
+    alone = largest_gap(*_both_ways(unhooked, call, num_nodes))
+    return largest_gap(drafted, plain), max(TRIAL_TOLERANCE * spread_of(plain), MARGIN * alone)
 
 
 def _both_ways(target: TargetView, call: Call, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -362,16 +356,6 @@ def _both_ways(target: TargetView, call: Call, num_nodes: int) -> tuple[torch.Te
             after = target.verify(tree, cache).logits[:, [0, *range(wrong + 1, num_nodes)]]
         drafted.append(torch.cat([first, after], 1))
     return torch.cat(plain, 1).float(), torch.stack(drafted).float()
-
-
-def _largest_gap(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the largest difference of logits; those that are -inf or nan in both are equal."""
-    is_same = (one == other) | (one.isnan() & other.isnan())
-    return float((one - other).masked_fill(is_same, 0).abs().max())
-
-
-def _spread(logits: torch.Tensor) -> float:
-    return float(logits[logits.isfinite()].std())
 
 
 class FirstChecks(SpecialCase):

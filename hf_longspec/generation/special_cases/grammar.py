@@ -1,8 +1,7 @@
 """Grammars of the generated text: masks for all nodes of a tree, and tokens that a grammar forces as free drafts.
 
 A grammar is a logits processor with `is_grammar`, such as `hf_longspec.StructuredOutput`. Its masks of a tree are
-computed on the host, while the verification runs on the device, and applied at once. Candidates of a draft are ranked
-after the masks. Where the grammar leaves one continuation, its tokens are appended to the node that they follow.
+computed on the host, while the verification runs on the device. Candidates of a draft are ranked after the masks.
 """
 
 import time

@@ -148,14 +148,14 @@ class PromptsWithInputs(Prompts):
         return [min(sizes)] * len(sizes) if self.target.has_states else sizes
 
     def run(self, cache: SpeculativeCache, heads: list[torch.Tensor]) -> None:
-        """Run prompts in one forward, with their last tokens, which will run again, except with recurrent states."""
+        """Run prompts in one forward, with their last tokens, which will run again, except with recurrent states.
+
+        The logits of the last tokens of whole prompts are kept.
+        """
         if not self.inputs:
             super().run(cache, heads)
-        else:
-            self._run_with_inputs(cache, heads if self.target.has_states else self.new)
-
-    def _run_with_inputs(self, cache: SpeculativeCache, prompts: list[torch.Tensor]) -> None:
-        """Run prompts or their beginnings in one forward, and keep the logits of the last tokens of whole prompts."""
+            return
+        prompts = heads if self.target.has_states else self.new
         inputs, positions = self._first_forward(cache, prompts)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=positions.device)
         columns, of_row = last.unique(return_inverse=True)

@@ -30,7 +30,7 @@ from ..special_case import LayerTraits, VerificationMode
 from ..target_modules import plain_forward, plain_logits, shape_of
 from .hooks import bare
 from .stock_forwards import PlainForwards, PromptsOfForwards
-from .trial import HALF_TRIAL_TOLERANCE, HYBRID, TRIAL_TOLERANCE, cut_by_the_stock_cache, named
+from .trial import HYBRID, TRIAL_TOLERANCE, cut_by_the_stock_cache, largest_gap, named, spread_of
 
 SLIDING_LAYER, CHUNKED_LAYER = "sliding_attention", "chunked_attention"
 # Attention implementations of transformers that take a mask for each query and key.
@@ -40,6 +40,8 @@ INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
 
 # Largest share of a mask in the bytes that a captured step reads: weights, keys and values, and the mask in each layer.
 MOST_OF_MASK = 0.1
+# As [`TRIAL_TOLERANCE`], in half precision.
+HALF_TRIAL_TOLERANCE = 0.5
 # Tokens of the two rows of a trial.
 TRIAL_PROMPTS = (9, 5)
 # Tokens of a trial lie between these, where no model has placeholders of images.
@@ -272,15 +274,9 @@ def _gaps(model: PreTrainedModel, config: Any) -> tuple[float, float, float]:
             _logits(model, alone, prompt)
             for node in path:
                 logits.append(_logits(model, alone, nodes[row : row + 1, node : node + 1])[0, -1])
-                differences.append(_difference(verified[row, node], logits[-1]))
-        padded.append(_difference(_after_padding(model, config, prompt, nodes[row : row + 1, :1]), logits[-3]))
-    spread = torch.stack(logits).float()
-    return max(differences), max(padded), float(spread[spread.isfinite()].std())
-
-
-def _difference(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference of logits; those that are -inf in both are equal."""
-    return float((one.float() - other.float()).masked_fill(one == other, 0).abs().max())
+                differences.append(largest_gap(verified[row, node], logits[-1]))
+        padded.append(largest_gap(_after_padding(model, config, prompt, nodes[row : row + 1, :1]), logits[-3]))
+    return max(differences), max(padded), spread_of(torch.stack(logits))
 
 
 def _after_prompts(model: PreTrainedModel, cache: SpeculativeCache, tokens: Tensor, tree: DraftTree) -> Tensor:

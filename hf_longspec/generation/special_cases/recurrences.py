@@ -247,12 +247,6 @@ def expect_tokens_of(layer: Any) -> None:
     _expected.convolution, _expected.recurrence = layer, None
 
 
-def _take(name: str) -> Any:
-    layer = getattr(_expected, name, None)
-    setattr(_expected, name, None)
-    return layer
-
-
 def _convolution(
     layer: Any, original: Callable, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
@@ -494,7 +488,7 @@ def recurrences_replaced(model: nn.Module) -> Iterator[None]:
 def why_not_replaceable(model: nn.Module, config: Any) -> list[str]:
     """Return why the states of a model cannot be verified and rolled back; empty if they can."""
     reasons = []
-    if CONVOLUTION not in _functions_of(model):
+    if not any(CONVOLUTION in _functions(type(module).__module__) for module in model.modules()):
         reasons.append("its recurrent layers do not call the functions of transformers that keep states in a cache")
     if (states := getattr(config, "number_of_conv_states", 1)) > 1:
         reasons.append(f"its layers keep {states} convolution states each, and the loop keeps one")
@@ -524,10 +518,6 @@ def has_input_bias(model: nn.Module) -> bool:
     return any(getattr(layer, "bias", None) is not None for layer in inputs)
 
 
-def _functions_of(model: nn.Module) -> set[str]:
-    return {name for kind in {type(module).__module__ for module in model.modules()} for name in _functions(kind)}
-
-
 def _functions(module: str) -> dict[str, Callable]:
     known = vars(sys.modules[module])
     return {name: known[name] for name in (*RECURRENCES, CONVOLUTION) if name in known}
@@ -539,7 +529,9 @@ def _wrapped(name: str, original: Callable) -> Callable:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        layer = None if torch.compiler.is_compiling() else _take(kind)
+        layer = None
+        if not torch.compiler.is_compiling():
+            layer = vars(_expected).pop(kind, None)
         if kind == "convolution":
             _expected.recurrence = layer
         if layer is not None and layer.nodes is not None:

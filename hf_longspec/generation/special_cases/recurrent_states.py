@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from ...attention_backends.lengths import SeqLens, on_device
@@ -38,13 +38,8 @@ from .recurrences import (
 from .stock_forwards import PromptsOfForwards
 from .trial import HybridMode
 
-try:
-    from transformers.cache_utils import DummyLayer
-except ImportError:  # before transformers 5.23
-    DummyLayer = None
-
 # What a layer without a cache has; before transformers 5.23, a layer for states that stays empty.
-EmptyLayer: Any = DummyLayer or LinearAttentionLayer
+EmptyLayer: Any = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
 # Types of layers with states alone, with states beside keys and values, and with neither.
 STATE_LAYERS = {"linear_attention", "conv"}
 HYBRID_LAYERS = {"hybrid", "hybrid_sliding"}

@@ -11,18 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig, StaticCache
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionAndStaticFullAttentionLayer,
-    LinearAttentionAndStaticSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers import DynamicCache, PreTrainedConfig, StaticCache, cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.utils import logging
 
 from ..cache import CACHE_NAME, SpeculativeCache, shifted
@@ -31,24 +21,13 @@ from ..special_case import SpecialCase
 
 logger = logging.get_logger(__name__)
 
-try:
-    from transformers.cache_utils import DynamicIndexedLayer
-except ImportError:  # before transformers 5.23
-    DynamicIndexedLayer = DynamicLayer
-
-# Layers of a DynamicCache or a StaticCache that can be taken over. Those with indexers choose among as many keys as a
-# static layer has slots.
-KNOWN_LAYERS = {
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    DynamicIndexedLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-    LinearAttentionAndStaticFullAttentionLayer,
-    LinearAttentionAndStaticSlidingWindowAttentionLayer,
+# Layers of a DynamicCache or a StaticCache that can be taken over. Those with indexers (from transformers 5.23 on)
+# choose among as many keys as a static layer has slots.
+KNOWN_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
+KNOWN_LAYERS |= {getattr(cache_utils, "DynamicIndexedLayer", DynamicLayer), cache_utils.LinearAttentionLayer}
+KNOWN_LAYERS |= {
+    getattr(cache_utils, f"LinearAttentionAnd{keys}AttentionLayer")
+    for keys in ("Full", "SlidingWindow", "StaticFull", "StaticSlidingWindow")
 }
 
 
@@ -207,23 +186,6 @@ def why_too_short(cache: Any, call: Call) -> str | None:
     )
 
 
-def _new(cache: Any, config: PreTrainedConfig) -> Any:
-    """Return an empty cache of the class of a user's cache, for this config."""
-    options = {"max_cache_len": 1} if isinstance(cache, StaticCache) else {}
-    return type(cache)(config=config, **options)
-
-
-def _refuse_other_layers(cache: Any, expected: Any) -> None:
-    """Refuse a cache whose layers are not of the kinds that one for the target has."""
-    if list(map(type, cache.layers)) != list(map(type, expected.layers)):
-        arguments = "config, batch_size, max_length" if is_own(cache) else "config=config"
-        raise ValueError(
-            f"{CACHE_NAME} is a {type(cache).__name__} whose layers are not those of this model, which has recurrent "
-            f"layers. Make it with {type(cache).__name__}({arguments}) and the config of this model, or leave the "
-            "argument out."
-        )
-
-
 def _is_dummy(layer: Any) -> bool:
     """Return whether a layer stores nothing, as it reads the keys of another one (transformers from 5.23 on)."""
     return type(layer).__name__ == "DummyLayer"
@@ -255,7 +217,7 @@ class OwnCache(CallCache):
         if not (is_ours := is_own(cache)) and _why_not(cache):
             return
         if call.target.has_states:
-            _refuse_other_layers(cache, SpeculativeCache(config, 1, 1) if is_ours else _new(cache, config))
+            self._refuse_other_layers(config)
         stored = _stored(cache)
         rows = cache.batch_size if is_ours else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
         if rows not in (None, len(tokens)):
@@ -278,6 +240,21 @@ class OwnCache(CallCache):
             raise ValueError(
                 f"{CACHE_NAME} holds {stored} tokens, and input_ids has {tokens.shape[1]}. Pass the whole "
                 "conversation, which must be longer than the cache, or its new tokens with attention_mask of the whole."
+            )
+
+    def _refuse_other_layers(self, config: PreTrainedConfig) -> None:
+        """Refuse a cache whose layers are not of the kinds that one for this config has."""
+        cache, kind = self.cache, type(self.cache)
+        options, arguments = {"config": config}, "config=config"
+        if is_own(cache):
+            options, arguments = options | {"batch_size": 1, "max_length": 1}, "config, batch_size, max_length"
+        elif isinstance(cache, StaticCache):
+            options |= {"max_cache_len": 1}
+        if list(map(type, cache.layers)) != list(map(type, kind(**options).layers)):
+            raise ValueError(
+                f"{CACHE_NAME} is a {kind.__name__} whose layers are not those of this model, which has recurrent "
+                f"layers. Make it with {kind.__name__}({arguments}) and the config of this model, or leave the "
+                "argument out."
             )
 
     def past_lengths(self, mask: torch.Tensor) -> list[int]:
@@ -304,7 +281,10 @@ class UserCache(OwnCache):
 
     def settle(self, session: Any, is_kept: bool) -> None:
         padding = session.prompts.padding
-        if session.target.has_states and not (is_kept and _ends_in_one_column(session)):
+        texts = zip(session.cache.lengths.host, session.prompts.texts, strict=True)
+        # rows of which some have got more tokens end in different columns
+        is_even = is_kept and len({held - len(text) for held, text in texts}) == 1
+        if session.target.has_states and not is_even:
             logger.info("%s is as before the call, as states of rows of different lengths do not fit it.", CACHE_NAME)
         else:
             if padding is None and not isinstance(self.cache, StaticCache):  # others get copies
@@ -313,12 +293,6 @@ class UserCache(OwnCache):
 
     def returned(self, cache: SpeculativeCache) -> Any:
         return self.cache
-
-
-def _ends_in_one_column(session: Any) -> bool:
-    """Return whether all rows have got as many tokens, so that a cache of the user's can hold their states."""
-    texts = zip(session.cache.lengths.host, session.prompts.texts, strict=True)
-    return len({held - len(text) for held, text in texts}) == 1
 
 
 class UserCaches(SpecialCase):

@@ -446,21 +446,17 @@ class AssistantDrafter(Drafter):
             pairs = zip(self.cache.lengths.host, texts, self.cache.positions, strict=True)
             # the last one is run again
             self.cache.set_lengths([held + min(0, len(text) - 1 - place) for held, text, place in pairs])
-        while any(counts := self._missing(texts)):
-            rows = [
-                text[start : start + count]
-                for text, start, count in zip(texts, self.cache.positions, counts, strict=True)
-            ]
+        while True:
+            begun = zip(texts, self.cache.positions, strict=True)
+            rows = [text[start : max(start, min(start + CATCH_UP, len(text) - 1))] for text, start in begun]
+            if not any(counts := list(map(len, rows))):
+                return
             tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
             dropped = self.cache.dropped.on(self.device)
             inputs = Inputs(tokens[:, 0], tokens, self._last_position, dropped=dropped)
             self._run_chain(partial(self._forward, is_fixed=False), self.cache.lengths, inputs, tokens)
             self.cache.commit(None, counts)
             self.cache.trim()
-
-    def _missing(self, texts: Sequence[torch.Tensor]) -> list[int]:
-        pairs = zip(texts, self.cache.positions, strict=True)
-        return [min(CATCH_UP, max(0, len(text) - 1 - start)) for text, start in pairs]
 
 
 @dataclass(eq=False)

@@ -256,11 +256,7 @@ class AssistantDraftModel(DraftModel):
                 f"assistant={type(self.assistant).__name__} cannot draft: {'; '.join(reasons)}. Use another model."
             )
         refuse_masked(view or target, type(self).__name__)
-        self._check_pard(target)
-
-    def _check_pard(self, target: TargetView) -> None:
-        token = self.config.pard_token
-        if token is None:
+        if (token := self.config.pard_token) is None:
             return
         if self.config.translates:
             raise ValueError(f"pard_token={token}: a PARD model needs the tokenizer of the target.")

@@ -2,8 +2,7 @@
 
 There are four: those of z-lab, of DeepSpec, of speculators, and of the assistant of Muse in transformers. They differ
 in names of fields and tensors, in the numbers of the layers that are read, in the slots that are used, and in the
-windows. The config says which draft is built; names and shapes of the tensors are compared with those of this draft
-before any is read. Config files are read as JSON; the code that a folder may contain is never run.
+windows. The code that a folder may contain is never run.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,7 @@
 """Reading and writing of EAGLE-3 drafts in the formats of other projects.
 
 There are two: the authors' (`midlayer.*`, a flat config.json) and that of speculators and ModelOpt (`layers.0.*`),
-which other engines serve. Both hold the same tensors. The config says which draft is built; names and shapes of the
-tensors are compared with those of this draft before any is read. Config files are read as JSON; the code that a folder
-may contain is never run.
+which other engines serve. Both hold the same tensors. The code that a folder may contain is never run.
 """
 
 from collections.abc import Mapping

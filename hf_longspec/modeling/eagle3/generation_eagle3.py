@@ -1,9 +1,8 @@
 """EAGLE-3: a draft of one layer grows a beam from states of the target, then from its own.
 
-EAGLE-3, https://huggingface.co/papers/2503.01840. An entry joins the target's auxiliary hidden states at position p
-with token p + 1; its rotary position is p. A ring holds the entries of the committed text, so that memory does not grow
-with the context. The newest entry predicts the first level of the tree. A node of the tree is an entry too, with the
-state of its parent in place of auxiliary hidden states, which the target has only after it verified the node.
+EAGLE-3, https://huggingface.co/papers/2503.01840. Entries are those of `aux_drafter.py`. The newest one predicts the
+first level of the tree. A node of the tree is an entry too, with the state of its parent in place of auxiliary hidden
+states, which the target has only after it verified the node.
 """
 
 from collections.abc import Sequence

@@ -41,7 +41,13 @@ class LongSpecDrafter(CacheReader):
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Fill the ring with the last tokens of the texts, which is the only prefill of this draft."""
-        self._warn_of_length(max(map(len, texts)))
+        trained = self.config.trained_max_length
+        if trained and (length := max(map(len, texts))) > trained:
+            logger.warning_once(
+                f"the prompt has {length} tokens, but this draft was trained up to trained_max_length={trained}: the "
+                "output is still exact, but fewer drafted tokens may be accepted. Train the draft further with larger "
+                "offsets."
+            )
         self.resume(texts, verification)
 
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
@@ -115,12 +121,3 @@ class LongSpecDrafter(CacheReader):
     def _rotary(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of `positions` `(B, N)` of the texts, where the target has them."""
         return self.parts.rotary(self.binding.cache.position_ids(positions), like)
-
-    def _warn_of_length(self, length: int) -> None:
-        trained = self.config.trained_max_length
-        if trained and length > trained:
-            logger.warning_once(
-                f"the prompt has {length} tokens, but this draft was trained up to trained_max_length={trained}: the "
-                "output is still exact, but fewer drafted tokens may be accepted. Train the draft further with larger "
-                "offsets."
-            )

@@ -159,12 +159,9 @@ class LongSpecDraftModel(VocabularyDraftModel):
         if not 0 <= self.config.kv_layer < target.num_layers:
             raise ValueError(f"kv_layer={self.config.kv_layer}: the target has layers 0 to {target.num_layers - 1}.")
         attention_of(decoder, self.config.kv_layer)
-        self._check_heads(target)
         widths, room = self.setting("tree_widths"), self.config.window - 2
         if room < len(widths):
             raise ValueError(f"tree_widths has {len(widths)} levels, but window={room + 2} allows at most {room}.")
-
-    def _check_heads(self, target: TargetView) -> None:
         heads = self.config.num_key_value_heads
         if target.ranks is not None and heads % target.ranks.size:
             raise ValueError(

@@ -231,11 +231,6 @@ class AuxDraftModel(VocabularyDraftModel):
 
     def check_settings(self, target: TargetView) -> None:
         refuse_compiled_forward(target.model)
-        self._check_target(target)
-        for layer in self.layers_of(target.config):
-            layer_at(target.model, layer)
-
-    def _check_target(self, target: TargetView) -> None:
         sizes = {"vocab_size": target.config.vocab_size, "target_hidden_size": target.config.hidden_size}
         refuse_other_sizes({name: (getattr(self.config, name), size) for name, size in sizes.items()})
         if self.config.hidden_size != target.config.hidden_size and not (self.embed_tokens and self.lm_head):
@@ -243,6 +238,8 @@ class AuxDraftModel(VocabularyDraftModel):
                 f"the draft has hidden_size={self.config.hidden_size} and no embedding or head of its own, but the "
                 f"target's have {target.config.hidden_size}. Pass the target that the draft was trained for."
             )
+        for layer in self.layers_of(target.config):
+            layer_at(target.model, layer)
 
 
 def _part_of(target: Any, part: str) -> Any:

@@ -1,8 +1,7 @@
 """Drafters of trees that grow level by level: the draft runs once for all nodes of a level, and the best are kept.
 
-A tree is drafted as it is, in one graph, or with one graph for each level and candidates ranked in between. A
-[`WindowRing`] holds the last keys and values of a draft that has its own attention, in memory of a fixed size. The
-drafts of a [`CacheReader`] also attend to the target's cache: those of LongSpec and of the assistants of Gemma 4.
+A tree is drafted as it is, in one graph, or with one graph for each level and candidates ranked in between. The drafts
+of a [`CacheReader`] also attend to the target's cache: those of LongSpec and of the assistants of Gemma 4.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,6 @@
 """The target as its own draft: it drafts chains by itself on a part of its cache, or with cheaper weights."""
 
 import os
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -104,12 +103,11 @@ class SelfDraftModel(DraftModel):
         weights = self.setting("draft_weights")
         if target.ranks is not None and (weights or self._given):
             raise ValueError("draft_weights is not supported under tensor parallelism. Set draft_weights=None.")
-        if self._given is not None:
-            self._check_copy(target, *self._given)
-        elif weights is not None and self._made is None and (reason := why_not_rounded(target.model, weights)):
-            raise ValueError(reason)
-
-    def _check_copy(self, target: TargetView, copied: PreTrainedModel) -> None:
+        if self._given is None:
+            if weights is not None and self._made is None and (reason := why_not_rounded(target.model, weights)):
+                raise ValueError(reason)
+            return
+        (copied,) = self._given
         expected, found = self.config.describe(target.model), self.config.describe(copied)
         for name, value in expected.items():
             if found[name] != value:
@@ -155,9 +153,10 @@ class SelfDrafter(Drafter):
         """Lower bound on the bytes that a drafting step reads, as a share of those of a plain step."""
         lengths = self.binding.cache.lengths.host
         share = sum(map(self.num_selected, lengths)) / max(1, sum(lengths))
-        layers = [self.binding.cache.layers[index] for index in self.sparse.sparse_layers]
+        layers = (self.binding.cache.layers[index] for index in self.sparse.sparse_layers)
+        parts = (part for layer in layers for part in (layer.keys, layer.values))
         weights, drafting = self._weight_bytes
-        kv = entry_bytes(layers) * sum(lengths) * KV_FACTOR
+        kv = sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts) * sum(lengths) * KV_FACTOR
         return (drafting + kv * share) / (weights + kv) if weights + kv else 0.0
 
     @cached_property
@@ -204,9 +203,3 @@ def weight_bytes(target: TargetView) -> int:
         if isinstance(module, nn.Linear | LowBitLinear) and "expert" not in name
     )
     return total // (1 if target.ranks is None else target.ranks.size)
-
-
-def entry_bytes(layers: Sequence[Any]) -> int:
-    """Return the bytes of the keys and values of one token in the given layers of a cache."""
-    parts = [part for layer in layers for part in (layer.keys, layer.values)]
-    return sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts)

@@ -97,15 +97,11 @@ class SpecAttnDrafter(SelfDrafter):
             rows, node = torch.arange(len(scores), device=scores.device), verification.last_nodes.to(scores.device)
             return scores[rows, :, node]
         if self.selection == "accepted_rows":
-            return _sum_of_path(scores, verification.path.to(scores.device), verification.num_nodes.on(scores.device))
+            path, counts = verification.path.to(scores.device), verification.num_nodes.on(scores.device)
+            nodes = path[:, None, :, None].expand(-1, scores.shape[1], -1, scores.shape[3])
+            is_accepted = torch.arange(path.shape[1], device=path.device) < counts[:, None]
+            return scores.gather(2, nodes).masked_fill(~is_accepted[:, None, :, None], 0.0).sum(2)
         return scores
-
-
-def _sum_of_path(scores: torch.Tensor, path: torch.Tensor, num_nodes: torch.Tensor) -> torch.Tensor:
-    """Return `(B, K, S)`, sums of the scores `(B, K, N, S)` of each row's accepted nodes, its first `num_nodes`."""
-    nodes = path[:, None, :, None].expand(-1, scores.shape[1], -1, scores.shape[3])
-    is_accepted = torch.arange(path.shape[1], device=path.device) < num_nodes[:, None]
-    return scores.gather(2, nodes).masked_fill(~is_accepted[:, None, :, None], 0.0).sum(2)
 
 
 @dataclass(eq=False)

@@ -177,18 +177,12 @@ class PartialCache(CompactCache):
 
     def copy_new(self, table: torch.Tensor, layers: tuple[int, ...], layouts: tuple) -> tuple[()]:
         """Copy entries of these layers by a table `(2 n + 1, B)` of slots and lengths. It may be part of a graph."""
-        places = table[:-1].unflatten(0, (2, -1)).transpose(1, 2)
-        for layer_idx in layers:
-            self.copy(layer_idx, places)
-        return ()
-
-    def copy(self, layer_idx: int, places: torch.Tensor) -> None:
-        """Copy entries of one layer. `places` `(2, batch, n)` are slots of the target's cache and of the buffer."""
-        source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
-        old, new = places
+        old, new = table[:-1].unflatten(0, (2, -1)).transpose(1, 2)  # slots of the target's cache and of the buffer
         row = torch.arange(old.shape[0], device=old.device)[:, None]
-        layer.keys[row, :, new] = source.keys[row, :, old]
-        layer.values[row, :, new] = source.values[row, :, old]
+        for source, layer in ((self.cache.layers[index], self.layers[index]) for index in layers):
+            layer.keys[row, :, new] = source.keys[row, :, old]
+            layer.values[row, :, new] = source.values[row, :, old]
+        return ()
 
     def _allocate(self, index: int) -> None:
         """Allocate the buffers of one layer: the budget, and a slot for the token of the drafting step."""

@@ -127,15 +127,11 @@ class TokenSwiftDraftModel(DraftModel):
                 "chained=False with sequential=True: a sequential head continues the head before it. Leave out "
                 "chained=False."
             )
-        self._check_tree(target.vocab_size)
-        self._check_budget()
-
-    def _check_tree(self, vocab_size: int) -> None:
         branching = self.setting("tree_branching")
-        if max(branching) > vocab_size:
+        if max(branching) > target.vocab_size:
             raise ValueError(
-                f"tree_branching={branching!r}: a node has at most {vocab_size} children, the size of the vocabulary. "
-                "Use smaller numbers."
+                f"tree_branching={branching!r}: a node has at most {target.vocab_size} children, the size of the "
+                "vocabulary. Use smaller numbers."
             )
         fewest = 2 if self.setting("self_draft") == "verify_hidden" else 1
         if not fewest <= len(branching) <= self.config.num_heads + 1:
@@ -145,11 +141,9 @@ class TokenSwiftDraftModel(DraftModel):
                 f"does not draft, and one for each head in use, at most num_heads={self.config.num_heads}. "
                 "Shorten it, or train more heads."
             )
-
-    def _check_budget(self) -> None:
         budget, recent = self.setting("partial_kv_budget"), self.setting("partial_kv_recent")
         ngrams = self.setting("ngram_num_tokens") if self.setting("ngram_candidates") else 0
-        step = max(len(self.setting("tree_branching")), ngrams) + 1
+        step = max(len(branching), ngrams) + 1
         least = SINK_TOKENS + recent + step
         if budget < least:
             raise ValueError(
