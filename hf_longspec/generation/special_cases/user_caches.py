@@ -23,11 +23,17 @@ logger = logging.get_logger(__name__)
 
 # Layers of a DynamicCache or a StaticCache that can be taken over. Those with indexers (from transformers 5.23 on)
 # choose among as many keys as a static layer has slots.
-KNOWN_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
-KNOWN_LAYERS |= {getattr(cache_utils, "DynamicIndexedLayer", DynamicLayer), cache_utils.LinearAttentionLayer}
-KNOWN_LAYERS |= {
-    getattr(cache_utils, f"LinearAttentionAnd{keys}AttentionLayer")
-    for keys in ("Full", "SlidingWindow", "StaticFull", "StaticSlidingWindow")
+KNOWN_LAYERS = {
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    getattr(cache_utils, "DynamicIndexedLayer", DynamicLayer),
+    StaticLayer,
+    StaticSlidingWindowLayer,
+    cache_utils.LinearAttentionLayer,
+    cache_utils.LinearAttentionAndFullAttentionLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
+    cache_utils.LinearAttentionAndStaticFullAttentionLayer,
+    cache_utils.LinearAttentionAndStaticSlidingWindowAttentionLayer,
 }
 
 
