@@ -72,29 +72,40 @@ class DraftLoss:
         self, states: torch.Tensor, goals: torch.Tensor, counts: torch.Tensor, head: Head | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums `(levels,)` and hits `(levels, m)` of `m` tokens."""
-        wanted = self._wanted(goals, torch.promote_types(states.dtype, torch.float32))
-        scores = partial(score, *wanted)
+        wanted, log_target = self._wanted(goals, torch.promote_types(states.dtype, torch.float32))
+        scores = partial(score, wanted, log_target)
         levels = zip(states, counts, strict=True)
         if head is None:
             parts = [_at_once(partial(scores, counted, self._head), own) for own, counted in levels]
         else:
             parts = [scores(counted, head, own) for own, counted in levels]
-        totals, hits = zip(*parts, strict=True)
-        return torch.stack(totals), torch.stack(hits)
+        totals, hits = map(torch.stack, zip(*parts, strict=True))
+        if log_target is not None and self.token_ids is not None:
+            tokens = self.token_ids.to(wanted.device)[wanted]
+            hits = hits & self._is_best(tokens, goals, hits.any(0))
+        return totals, hits
 
     @torch.no_grad()
     def _wanted(self, goals: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the places of the wanted tokens in the draft's vocabulary, -1 of others, and log-probabilities."""
-        tokens, log_target, size = goals, None, self.ends.config.vocab_size
-        ids = None if self.token_ids is None else self.token_ids.to(goals.device)
+        """Return the places of the wanted tokens in the draft's vocabulary, and with `"kl"` log-probabilities."""
         if self.loss == "kl":
-            logits = self.ends.head(self.norm(goals)).to(dtype)
-            tokens, size = logits.argmax(-1), logits.shape[-1]
-            log_target = (logits if ids is None else logits[:, ids]).log_softmax(-1)
-        if ids is not None:
-            places = torch.full((size,), -1, device=ids.device)
-            tokens = places.scatter(0, ids, torch.arange(len(ids), device=ids.device))[tokens]
-        return tokens, log_target
+            logits = self._part_of_head(self.norm(goals)).to(dtype)
+            return logits.argmax(-1), logits.log_softmax(-1)
+        if self.token_ids is None:
+            return goals, None
+        ids = self.token_ids.to(goals.device)
+        places = torch.full((self.ends.config.vocab_size,), -1, device=ids.device)
+        return places.scatter(0, ids, torch.arange(len(ids), device=ids.device))[goals], None
+
+    @torch.no_grad()
+    def _is_best(self, tokens: torch.Tensor, goals: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        """Return whether `tokens` `(m,)` are the target's most likely ones of all its tokens.
+
+        The logits of all tokens are computed only at the places `where` `(m,)`. Elsewhere the result is False.
+        """
+        is_best = torch.zeros_like(where)
+        is_best[where] = self.ends.head(self.norm(goals[where])).argmax(-1) == tokens[where]
+        return is_best
 
     def _head(self, states: torch.Tensor) -> torch.Tensor:
         """Compute logits of the draft's tokens in the dtype of the target's head, whatever the dtype of the draft."""

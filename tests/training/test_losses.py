@@ -14,14 +14,15 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
 
 class Ends:
-    """A head with a softcap, as in gemma2, that counts what it gets."""
+    """A head with a softcap, as in gemma2, that counts what it gets for all tokens of the target."""
 
     def __init__(self, dtype):
         self.model = tiny_target("gemma2", vocab_size=VOCAB).to(dtype).requires_grad_(False)
         self.config, self.calls = self.model.config, []
 
     def head(self, hidden, module=None):
-        self.calls.append(len(hidden))
+        if module is None:
+            self.calls.append(len(hidden))
         return 20 * torch.tanh((module or self.model.lm_head)(hidden) / 20)
 
 
@@ -90,6 +91,18 @@ def test_never_more_logits_than_a_chunk_and_those_of_the_target_once(case):
     totals, _ = DraftLoss("kl", ends, 10)(states, goals["kl"])
     totals.sum().backward()
     assert ends.calls == [10] * 9 + [7] * 3  # of the target, and of each level
+
+
+def test_logits_of_all_tokens_only_where_a_token_of_the_draft_may_be_hit(case):
+    """Where a level has the target's most likely token of the draft's vocabulary."""
+    ends, states, goals, _ = case
+    with torch.no_grad():
+        goals["kl"][::3] = states[0, ::3]
+        best = ends.head(states)[..., IDS].argmax(-1)
+        candidates = (best == ends.head(goals["kl"])[:, IDS].argmax(-1)).any(0)
+        ends.calls.clear()
+        DraftLoss("kl", ends, 1000, None, IDS)(states, goals["kl"])
+    assert ends.calls == [int(candidates.sum())] and 0 < ends.calls[0] < PLACES
 
 
 @pytest.mark.parametrize("is_own", [False, True])
