@@ -294,7 +294,7 @@ def train(
     - hf-longspec train --config recipes/longspec_long.yaml --draft runs/longspec_pretrain --output-dir runs/long
     - hf-longspec train --config recipes/tokenswift.yaml --max-steps 100 --set training.seed=1 --resume
 
-    Exit status: 0; 1 if the loss is not finite; 2 for what cannot be run; 130 after Ctrl-C.
+    Exit status: 0; 1 if the loss is not finite or has grown; 2 for what cannot be run; 130 after Ctrl-C.
     """
 
 

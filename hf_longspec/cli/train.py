@@ -19,9 +19,9 @@ from transformers import (
 
 from ..cli import CARD_FACTS, CommandError, one_line, options
 from ..training import DraftTrainer, DraftTrainingArguments, TokenWindows, pack
+from ..training.checkpoints import last_complete_checkpoint
 from ..training.data import DocumentEncoder, most_frequent
 from ..training.methods import trained_drafts
-from ..training.trainer import last_complete_checkpoint
 from .env import command, git_commit, without_folders
 from .files import claim, replace_file
 from .models import check_draft, load_config, load_tokenizer, loading

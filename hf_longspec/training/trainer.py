@@ -1,7 +1,6 @@
 """DraftTrainer: transformers' Trainer for a draft and its frozen target."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,9 @@ from ..generation.special_cases.forward_check import is_quantized
 from ..generation.target import TargetView
 from ..modeling.base import DraftModel
 from .arguments import DraftTrainingArguments
+from .checkpoints import last_complete_checkpoint
 from .data import DocumentEncoder, DraftCollator
+from .loss_growth import LossGrowth
 from .methods import check_length, method_of
 from .stored_states import KVStore, digest
 
@@ -103,6 +104,7 @@ class DraftTrainer(Trainer):
         # the user's model for good
         if getattr(target, "hf_device_map", None) is None and not is_quantized(target):
             target.to(args.device)
+        self.add_callback(LossGrowth)
         # counted since the last log
         self.counts = torch.zeros(self.method.levels, 2, dtype=torch.float64, device=args.device)
 
@@ -110,7 +112,8 @@ class DraftTrainer(Trainer):
         """Train, optionally from a checkpoint's folder; `True` stands for the last complete one in `output_dir`.
 
         Raises:
-            FloatingPointError: If the loss is infinite or NaN. The weights are those before the step.
+            FloatingPointError: If the loss is infinite or NaN; the weights are those before the step. Or if it has
+                grown, see [`LossGrowth`].
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
@@ -240,12 +243,3 @@ def check_data(name: str, dataset: Any, encoder: DocumentEncoder) -> None:
     if first is None:
         raise ValueError(f"{name} has no rows: check its path, split and filters.")
     encoder(first)
-
-
-def last_complete_checkpoint(folder: str | Path) -> str:
-    """Return the newest complete checkpoint in `folder`. `Trainer` writes trainer_state.json last."""
-    states = Path(folder).glob("checkpoint-*/trainer_state.json")
-    complete = [path.parent for path in states if path.parent.name.removeprefix("checkpoint-").isdigit()]
-    if not complete:
-        raise ValueError(f"{str(folder)!r} has no complete checkpoint to resume from: start without resuming.")
-    return str(max(complete, key=lambda path: int(path.name.removeprefix("checkpoint-"))))
