@@ -24,6 +24,7 @@ from ..training.data import DocumentEncoder, most_frequent
 from ..training.methods import trained_drafts
 from .env import command, git_commit, without_folders
 from .files import claim, replace_file
+from .held_out import HeldOut, measure, split
 from .models import check_draft, load_config, load_tokenizer, loading
 from .recipe import Recipe, recipe_of
 
@@ -76,6 +77,7 @@ def train(recipe: Recipe, resume: bool) -> None:
     tokenizer = load_tokenizer(recipe.target) if has_text else None
     with args.main_process_first(desc="loading of the dataset"):  # the others find it in the cache
         train_rows, eval_rows = (load_rows(source, recipe.pack, tokenizer, args) for source in sources)
+    train_rows, held_out = split(train_rows) if eval_rows is None else (train_rows, eval_rows)
     with loading(recipe.target, "model of"):
         how = {"dtype": recipe.dtype, "attn_implementation": recipe.attn_implementation}
         target = AutoModelForCausalLM.from_pretrained(recipe.target, **how)
@@ -99,10 +101,33 @@ def train(recipe: Recipe, resume: bool) -> None:
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     if trainer.is_world_process_zero():
-        write_facts(recipe, Path(str(args.output_dir)), trainer.state)
         print(f"Saved in {args.output_dir} after {trainer.state.global_step} steps.")
+        measured = measure_tau(trainer, held_out)
+        write_facts(recipe, Path(str(args.output_dir)), trainer.state, measured)
         print("To measure the draft on this machine:")
         print(f"  hf-longspec bench --target {recipe.target} --draft {args.output_dir} --data TEXT")
+
+
+def measure_tau(trainer: DraftTrainer, rows: Any) -> HeldOut | None:
+    """Measure tau on the rows that were held out, and print it; `None` if there is none, or it cannot be measured."""
+    measured, reason = None, "there are fewer than 20 rows, and the recipe has no eval_dataset"
+    if rows is not None:
+        try:
+            draft = trainer.draft
+            if trainer.model is draft:  # what users will load; an adapter stays as it is
+                with loading(str(trainer.args.output_dir), "draft"):
+                    draft = AutoModel.from_pretrained(trainer.args.output_dir, dtype=trainer.target.dtype)
+            measured = measure(draft, trainer.target, rows, trainer.encoder)
+            reason = "the held-out rows are too short, or the target ends them at once"
+        except Exception as error:  # the draft is saved, whatever keeps this target from decoding here
+            reason = one_line(error)
+    if measured is None:
+        print(f"tau was not measured: {reason}")
+    else:
+        print(measured)
+        if measured.warning is not None:
+            print(f"warning: {measured.warning}", file=sys.stderr)
+    return measured
 
 
 def remove_checkpoints(folder: Path) -> None:
@@ -161,7 +186,7 @@ def lora_config(settings: dict[str, Any] | None) -> Any:
     return LoraConfig(**settings)
 
 
-def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
+def write_facts(recipe: Recipe, folder: Path, state: Any, measured: HeldOut | None = None) -> None:
     """Write card.json into the folder of the draft; entries that were added to it before stay."""
     file = folder / CARD_FACTS
     try:
@@ -180,6 +205,10 @@ def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
         "training": f"{state.global_step:,} steps{loss}.\n\n```yaml\n{without_folders(text)}```",
         "command": command(),
         "commit": git_commit(),
+        "held_out": str(measured or ""),
+        "warning": measured and measured.warning,
     }
+    for name in ("held_out", "warning"):  # those of an earlier run
+        facts.pop(name, None)
     facts |= {name: value for name, value in entries.items() if value}
     replace_file(file, json.dumps(facts, indent=2) + "\n")

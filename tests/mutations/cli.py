@@ -82,4 +82,10 @@ ROWS = (
      "held, self._tokens = self._tokens, self._tokens[:0]",
      "held, self._tokens = self._tokens, prompt[0].cpu()",
      "tests/cli/test_serve_isolation.py"),
+    ("Tau is measured without the gate, which would stop a bad draft", "cli/held_out.py",
+     '{"gate": False} if "gate" in draft.settings else {}', "{}", "tests/cli/test_held_out.py"),
+    ("A draft that does not pay has a warning", "cli/held_out.py", "if self.tau > self.pays_from:", "if True:",
+     "tests/cli/test_held_out.py"),
+    ("Rows that are held out are not trained on", "cli/held_out.py", "return rows.select(parts[0]), ", "return rows, ",
+     "tests/cli/test_held_out.py"),
 )
