@@ -22,6 +22,7 @@ from ..training import DraftTrainer, DraftTrainingArguments, TokenWindows, pack
 from ..training.checkpoints import last_complete_checkpoint
 from ..training.data import DocumentEncoder, most_frequent
 from ..training.methods import trained_drafts
+from .automatic import choose
 from .env import command, git_commit, without_folders
 from .files import claim, replace_file
 from .held_out import HeldOut, measure, split
@@ -54,8 +55,11 @@ def claim_folder(recipe: Recipe, inputs: list[Any], resume: bool, overwrite: boo
     claim(folder, read, overwrite=overwrite, resume=resume, kept=[CARD_FACTS])
 
 
-def refuse_misspelt(recipe: Recipe) -> None:
-    """Refuse names in the recipe that do not exist, and a draft of another target, before anything is loaded."""
+def refuse_misspelt(recipe: Recipe) -> Any:
+    """Refuse names in the recipe that do not exist, and a draft of another target, before anything is loaded.
+
+    Returns the configuration of the target.
+    """
     options.check_names("training", recipe.training, {field.name for field in fields(DraftTrainingArguments)})
     config = load_config(recipe.target)
     sources = [data["path"] for data in (recipe.dataset, recipe.eval_dataset) if data is not None and "path" in data]
@@ -65,12 +69,16 @@ def refuse_misspelt(recipe: Recipe) -> None:
     else:
         kind, settings = find_kind(recipe)
         options.check_names("draft", settings, {*kind.settings, *vars(kind.config_class())})
+    return config
 
 
 def train(recipe: Recipe, resume: bool) -> None:
-    refuse_misspelt(recipe)
+    config = refuse_misspelt(recipe)
+    chosen = choose(recipe, config.get_text_config(decoder=True))
     lora = lora_config(recipe.lora)
     args = DraftTrainingArguments(**recipe.training)
+    if chosen is not None and args.process_index == 0:
+        print(chosen)
     checkpoint = last_complete_checkpoint(args.output_dir) if resume else None
     sources = [recipe.dataset, recipe.eval_dataset]
     has_text = any(source is not None and "tokens" not in source for source in sources)
@@ -137,7 +145,7 @@ def remove_checkpoints(folder: Path) -> None:
             checkpoint.unlink() if checkpoint.is_symlink() else shutil.rmtree(checkpoint)
 
 
-def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, args: Any) -> Any:
+def load_rows(data: dict[str, Any] | None, length: Any, tokenizer: Any, args: Any) -> Any:
     if data is None:
         return None
     if "tokens" in data:

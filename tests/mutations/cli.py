@@ -88,4 +88,8 @@ ROWS = (
      "tests/cli/test_held_out.py"),
     ("Rows that are held out are not trained on", "cli/held_out.py", "return rows.select(parts[0]), ", "return rows, ",
      "tests/cli/test_held_out.py"),
+    ("The learning rate falls with the width of the target", "cli/automatic.py",
+     "(BASE_WIDTH / width) ** 2", "1", "tests/cli/test_automatic.py"),
+    ("Rows are as long as the memory allows", "cli/automatic.py",
+     "rows * length * of_token > available / 4", "False", "tests/cli/test_automatic.py"),
 )
