@@ -23,6 +23,7 @@ from ..training.checkpoints import last_complete_checkpoint
 from ..training.data import DocumentEncoder, most_frequent
 from ..training.methods import trained_drafts
 from .automatic import choose
+from .duration import describe, limit, seconds_of_step
 from .env import command, git_commit, without_folders
 from .files import claim, replace_file
 from .held_out import HeldOut, measure, split
@@ -34,7 +35,7 @@ def run(args: SimpleNamespace) -> int:
     recipe = recipe_of(args)
     claim_folder(recipe, [args.config, *(args.data or [])], args.resume, args.overwrite)
     try:
-        train(recipe, args.resume)
+        train(recipe, args.resume, args.max_minutes)
     except FloatingPointError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
@@ -72,7 +73,7 @@ def refuse_misspelt(recipe: Recipe) -> Any:
     return config
 
 
-def train(recipe: Recipe, resume: bool) -> None:
+def train(recipe: Recipe, resume: bool, max_minutes: float | None) -> None:
     config = refuse_misspelt(recipe)
     chosen = choose(recipe, config.get_text_config(decoder=True))
     lora = lora_config(recipe.lora)
@@ -106,6 +107,13 @@ def train(recipe: Recipe, resume: bool) -> None:
     )
     if checkpoint is None and trainer.is_world_process_zero():
         remove_checkpoints(Path(str(args.output_dir)))
+    trainer.store_states()
+    seconds = seconds_of_step(trainer)
+    if max_minutes is not None:
+        limit(trainer, seconds, max_minutes, checkpoint)
+        recipe.training["max_steps"] = trainer.args.max_steps
+    if trainer.is_world_process_zero():
+        print(describe(trainer, seconds))
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     if trainer.is_world_process_zero():

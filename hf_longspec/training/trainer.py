@@ -119,9 +119,13 @@ class DraftTrainer(Trainer):
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
         if resume_from_checkpoint:
             self.method.resume(str(resume_from_checkpoint))
+        self.store_states()
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def store_states(self) -> None:
+        """Write the states of the target that are missing in `target_kv_dir`, if it is set, and train on them."""
         if self.args.target_kv_dir is not None and not isinstance(self.train_dataset, KVStore):
             self.train_dataset = self._stored_rows(self.args.target_kv_dir, self.train_dataset)
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> Any:
         """Return the prepared batches of a step, and the number of tokens that all processes predict per loss term."""

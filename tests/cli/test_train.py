@@ -172,6 +172,15 @@ def test_resuming_gives_the_draft_of_a_run_that_was_not_interrupted(run, recipe,
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "run" / file).read_bytes()
 
 
+def test_a_run_has_as_many_steps_as_fit_into_its_time(run, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "seconds_of_step", lambda trainer: 60.0)
+    status, output = run("train", "--config", recipe, "--max-minutes", 2.2)
+    assert status == 0, output
+    assert "About 2 min: 2 steps of 60.00 s, with " in output and "after 2 steps." in output
+    assert "max_steps: 2" in json.loads((tmp_path / "run" / "card.json").read_text())["training"]
+    assert json.loads((tmp_path / "run/checkpoint-2/trainer_state.json").read_text())["max_steps"] == 2
+
+
 def test_lora_saves_an_adapter(run, recipe, tmp_path):
     pytest.importorskip("peft")
     status, output = run(

@@ -92,4 +92,8 @@ ROWS = (
      "(BASE_WIDTH / width) ** 2", "1", "tests/cli/test_automatic.py"),
     ("Rows are as long as the memory allows", "cli/automatic.py",
      "rows * length * of_token > available / 4", "False", "tests/cli/test_automatic.py"),
+    ("A run that is resumed keeps its number of steps", "cli/duration.py",
+     "if checkpoint is not None:", "if False:", "tests/cli/test_duration.py"),
+    ("A step that is measured is not part of the log", "cli/duration.py",
+     "trainer.counts.zero_()", "pass", "tests/cli/test_duration.py"),
 )
