@@ -120,7 +120,7 @@ def _settings(draft: Any, card: Card) -> str:
 
 
 def _acceptance(card: Card) -> str:
-    measured = card.acceptance if card.acceptance.strip() or card.held_out else NOT_MEASURED
+    measured = card.acceptance.strip() or ("" if card.held_out else NOT_MEASURED)
     return _paragraphs(f"**{card.warning}**" if card.warning else "", measured, card.held_out)
 
 
