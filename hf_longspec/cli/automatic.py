@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import psutil
 import torch
 
 from ..cli import CommandError, options
+from .env import memory_gib
 from .recipe import Recipe
 
 # Learning rate of a LongSpec draft by the width of its target. It rests on three points: 2e-3 at 256 (the bundled
@@ -84,4 +84,5 @@ def memory(use_cpu: bool) -> float:
     """Return the bytes of the GPU, or of the machine."""
     if torch.cuda.is_available() and not use_cpu:
         return float(torch.cuda.mem_get_info()[1])
-    return float(psutil.virtual_memory().total)
+    gib = memory_gib()
+    return float("inf") if gib is None else gib * 2**30

@@ -6,7 +6,6 @@ import time
 from itertools import islice
 from pathlib import Path
 
-import psutil
 import torch
 
 from ..training import DraftTrainer
@@ -62,6 +61,8 @@ def limit(trainer: DraftTrainer, seconds: float, minutes: float, checkpoint: str
 
 def describe(trainer: DraftTrainer, seconds: float) -> str:
     """Say in a line how long the run takes, and how much memory."""
+    import psutil  # a requirement of accelerate
+
     steps, weights = planned_steps(trainer), [one for one in trainer.model.parameters() if one.requires_grad]
     on_gpu = trainer.args.device.type == "cuda"
     used = torch.cuda.max_memory_allocated() if on_gpu else psutil.Process().memory_info().rss
