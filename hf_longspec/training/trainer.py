@@ -107,6 +107,7 @@ class DraftTrainer(Trainer):
         self.add_callback(LossGrowth)
         # counted since the last log
         self.counts = torch.zeros(self.method.levels, 2, dtype=torch.float64, device=args.device)
+        self.latest = torch.zeros_like(self.counts)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train, optionally from a checkpoint's folder; `True` stands for the last complete one in `output_dir`.
@@ -171,7 +172,11 @@ class DraftTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as `Trainer` does, and add the draft's accuracy since the last log."""
         if "loss" in logs:
-            logs = logs | self.method.summary(self.accelerator.reduce(self.counts).tolist())
+            counts = self.accelerator.reduce(self.counts)
+            # few rows may have no token at some gap, whose last counts are then used for tau
+            self.latest = counts.where(counts[:, 1:] > 0, self.latest)
+            tau = {name: value for name, value in self.method.summary(self.latest.tolist()).items() if "tau" in name}
+            logs = logs | self.method.summary(counts.tolist()) | tau
             self.counts.zero_()
         super().log(logs, *args, **kwargs)
 

@@ -40,4 +40,7 @@ ROWS = (
      "mean > OVER_BEST * self.best or diverged", "mean > OVER_BEST * self.best", "tests/training/test_loss_growth.py"),
     ("The checkpoint from before the loss grew is kept", "training/loss_growth.py",
      "self._last_good(args) if mean > OVER_KEPT * self.best else None", "None", "tests/training/test_loss_growth.py"),
+    ("A gap without a token since the last entry keeps its share", "training/trainer.py",
+     "counts.where(counts[:, 1:] > 0, self.latest)", "counts",
+     "tests/training/test_training_longspec.py::test_the_log_has_a_tau_when_every_gap_has_been_seen"),
 )
