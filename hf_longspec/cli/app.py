@@ -278,6 +278,7 @@ def train(
     draft: Annotated[str | None, option("Hub id or folder of a draft to continue.")] = None,
     output_dir: Annotated[Path | None, option("Folder for checkpoints and the draft.")] = None,
     max_steps: Annotated[int | None, number(1, "Optimizer steps.")] = None,
+    max_minutes: Annotated[float | None, number(0, "Fewer steps, if these would take longer.", above=True)] = None,
     learning_rate: Annotated[float | None, number(0, "Peak learning rate.", above=True)] = None,
     setting: Annotated[list[str] | None, option("Another key of the recipe, such as training.seed=1.", "--set")] = None,
     resume: Annotated[bool, option("Continue from the last complete checkpoint.", "--resume")] = False,
@@ -294,7 +295,7 @@ def train(
     - hf-longspec train --config recipes/longspec_long.yaml --draft runs/longspec_pretrain --output-dir runs/long
     - hf-longspec train --config recipes/tokenswift.yaml --max-steps 100 --set training.seed=1 --resume
 
-    Exit status: 0; 1 if the loss is not finite; 2 for what cannot be run; 130 after Ctrl-C.
+    Exit status: 0; 1 if the loss is not finite or has grown; 2 for what cannot be run; 130 after Ctrl-C.
     """
 
 

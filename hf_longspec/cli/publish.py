@@ -1,5 +1,6 @@
 """`hf-longspec publish`: upload a draft to the Hub, or write the repository to a folder."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,8 @@ def run(args: SimpleNamespace) -> None:
     card = Card.read(facts | {name: value for name, value in given.items() if value is not None})
     if args.acceptance is not None:
         card = replace(card, acceptance=options.read_text(args.acceptance, None)[1].strip())
+    if card.warning:
+        print(f"warning: {card.warning}", file=sys.stderr)
     options.require_model("draft", str(args.source))
     draft = load(args.source)
     if args.dry_run:

@@ -27,8 +27,8 @@ class Recipe:
     # Hub id or folder of a draft to go on with, or settings of a new one, as in `from_target` of the draft's class,
     # which `kind` names: `longspec` (the default), `tokenswift`, `eagle3`, `dflash` or `mtp`
     draft: str | dict[str, Any] | None = field(default_factory=dict)
-    # concatenate documents and cut them into rows of so many tokens. Without it every document is a row.
-    pack: int | None = None
+    # concatenate documents and cut them into rows of so many tokens, or `auto`. Without it every document is a row.
+    pack: int | Literal["auto"] | None = None
     lora: dict[str, Any] | None = None  # arguments of `peft.LoraConfig`: train an adapter on the draft
 
 
@@ -89,14 +89,14 @@ def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
         recipe = Recipe(**content)
     except (TypeError, StrictDataclassFieldValidationError) as error:  # the first if a field is missing
         raise CommandError(f"{str(file)!r}: {one_line(error)}. Correct the recipe, or the option.") from error
-    if recipe.pack is not None and recipe.pack < 1:
+    if isinstance(recipe.pack, int) and recipe.pack < 1:
         raise CommandError(f"pack: {recipe.pack!r} in the recipe: expected the number of tokens per row, at least 1.")
     for name, data in (("dataset", recipe.dataset), ("eval_dataset", recipe.eval_dataset)):
         check_data(name, data, recipe.pack)
     return recipe
 
 
-def check_data(name: str, data: dict[str, Any] | None, pack: int | None) -> None:
+def check_data(name: str, data: dict[str, Any] | None, pack: int | str | None) -> None:
     """Refuse a dataset without a source, and tokens that are missing or not packed."""
     if data is None:
         return

@@ -19,11 +19,14 @@ from transformers import (
 
 from ..cli import CARD_FACTS, CommandError, one_line, options
 from ..training import DraftTrainer, DraftTrainingArguments, TokenWindows, pack
+from ..training.checkpoints import last_complete_checkpoint
 from ..training.data import DocumentEncoder, most_frequent
 from ..training.methods import trained_drafts
-from ..training.trainer import last_complete_checkpoint
+from .automatic import choose
+from .duration import describe, limit, seconds_of_step
 from .env import command, git_commit, without_folders
 from .files import claim, replace_file
+from .held_out import HeldOut, measure, split
 from .models import check_draft, load_config, load_tokenizer, loading
 from .recipe import Recipe, recipe_of
 
@@ -32,7 +35,7 @@ def run(args: SimpleNamespace) -> int:
     recipe = recipe_of(args)
     claim_folder(recipe, [args.config, *(args.data or [])], args.resume, args.overwrite)
     try:
-        train(recipe, args.resume)
+        train(recipe, args.resume, args.max_minutes)
     except FloatingPointError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
@@ -53,8 +56,11 @@ def claim_folder(recipe: Recipe, inputs: list[Any], resume: bool, overwrite: boo
     claim(folder, read, overwrite=overwrite, resume=resume, kept=[CARD_FACTS])
 
 
-def refuse_misspelt(recipe: Recipe) -> None:
-    """Refuse names in the recipe that do not exist, and a draft of another target, before anything is loaded."""
+def refuse_misspelt(recipe: Recipe) -> Any:
+    """Refuse names in the recipe that do not exist, and a draft of another target, before anything is loaded.
+
+    Returns the configuration of the target.
+    """
     options.check_names("training", recipe.training, {field.name for field in fields(DraftTrainingArguments)})
     config = load_config(recipe.target)
     sources = [data["path"] for data in (recipe.dataset, recipe.eval_dataset) if data is not None and "path" in data]
@@ -64,18 +70,23 @@ def refuse_misspelt(recipe: Recipe) -> None:
     else:
         kind, settings = find_kind(recipe)
         options.check_names("draft", settings, {*kind.settings, *vars(kind.config_class())})
+    return config
 
 
-def train(recipe: Recipe, resume: bool) -> None:
-    refuse_misspelt(recipe)
+def train(recipe: Recipe, resume: bool, max_minutes: float | None) -> None:
+    config = refuse_misspelt(recipe)
+    chosen = choose(recipe, config.get_text_config(decoder=True))
     lora = lora_config(recipe.lora)
     args = DraftTrainingArguments(**recipe.training)
+    if chosen is not None and args.process_index == 0:
+        print(chosen)
     checkpoint = last_complete_checkpoint(args.output_dir) if resume else None
     sources = [recipe.dataset, recipe.eval_dataset]
     has_text = any(source is not None and "tokens" not in source for source in sources)
     tokenizer = load_tokenizer(recipe.target) if has_text else None
     with args.main_process_first(desc="loading of the dataset"):  # the others find it in the cache
         train_rows, eval_rows = (load_rows(source, recipe.pack, tokenizer, args) for source in sources)
+    train_rows, held_out = split(train_rows) if eval_rows is None else (train_rows, eval_rows)
     with loading(recipe.target, "model of"):
         how = {"dtype": recipe.dtype, "attn_implementation": recipe.attn_implementation}
         target = AutoModelForCausalLM.from_pretrained(recipe.target, **how)
@@ -96,13 +107,46 @@ def train(recipe: Recipe, resume: bool) -> None:
     )
     if checkpoint is None and trainer.is_world_process_zero():
         remove_checkpoints(Path(str(args.output_dir)))
+    trainer.store_states()
+    seconds = seconds_of_step(trainer)
+    if max_minutes is not None:
+        limit(trainer, seconds, max_minutes, checkpoint)
+        recipe.training["max_steps"] = trainer.args.max_steps
+    if trainer.is_world_process_zero():
+        print(describe(trainer, seconds))
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     if trainer.is_world_process_zero():
-        write_facts(recipe, Path(str(args.output_dir)), trainer.state)
         print(f"Saved in {args.output_dir} after {trainer.state.global_step} steps.")
+        measured = measure_tau(trainer, held_out)
+        write_facts(recipe, Path(str(args.output_dir)), trainer.state, measured)
         print("To measure the draft on this machine:")
         print(f"  hf-longspec bench --target {recipe.target} --draft {args.output_dir} --data TEXT")
+
+
+def measure_tau(trainer: DraftTrainer, rows: Any) -> HeldOut | None:
+    """Measure tau on the rows that were held out, and print it; `None` if there is none, or it cannot be measured."""
+    measured, reason = None, "there are fewer than 20 rows, and the recipe has no eval_dataset"
+    if rows is not None:
+        try:
+            draft = trainer.draft
+            if trainer.model is draft:  # what users will load; an adapter stays as it is
+                with loading(str(trainer.args.output_dir), "draft"):
+                    draft = AutoModel.from_pretrained(trainer.args.output_dir, dtype=trainer.target.dtype)
+            measured = measure(draft, trainer.target, rows, trainer.encoder)
+            if measured is not None and trainer.model is trainer.draft:
+                draft.config.mean_acceptance_length = round(measured.tau, 2)  # the gate begins with it
+                draft.config.save_pretrained(trainer.args.output_dir)
+            reason = "the held-out rows are too short, or the target ends them at once"
+        except Exception as error:  # the draft is saved, whatever keeps this target from decoding here
+            reason = one_line(error)
+    if measured is None:
+        print(f"tau was not measured: {reason}")
+    else:
+        print(measured)
+        if measured.warning is not None:
+            print(f"warning: {measured.warning}", file=sys.stderr)
+    return measured
 
 
 def remove_checkpoints(folder: Path) -> None:
@@ -112,7 +156,7 @@ def remove_checkpoints(folder: Path) -> None:
             checkpoint.unlink() if checkpoint.is_symlink() else shutil.rmtree(checkpoint)
 
 
-def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, args: Any) -> Any:
+def load_rows(data: dict[str, Any] | None, length: Any, tokenizer: Any, args: Any) -> Any:
     if data is None:
         return None
     if "tokens" in data:
@@ -161,7 +205,7 @@ def lora_config(settings: dict[str, Any] | None) -> Any:
     return LoraConfig(**settings)
 
 
-def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
+def write_facts(recipe: Recipe, folder: Path, state: Any, measured: HeldOut | None = None) -> None:
     """Write card.json into the folder of the draft; entries that were added to it before stay."""
     file = folder / CARD_FACTS
     try:
@@ -180,6 +224,10 @@ def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
         "training": f"{state.global_step:,} steps{loss}.\n\n```yaml\n{without_folders(text)}```",
         "command": command(),
         "commit": git_commit(),
+        "held_out": str(measured or ""),
+        "warning": measured and measured.warning,
     }
+    for name in ("held_out", "warning"):  # those of an earlier run
+        facts.pop(name, None)
     facts |= {name: value for name, value in entries.items() if value}
     replace_file(file, json.dumps(facts, indent=2) + "\n")

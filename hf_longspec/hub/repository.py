@@ -53,6 +53,8 @@ class Card:
     datasets: list[str] = field(default_factory=list)  # Hub ids of the training data
     settings: str = ""  # reasons for the values in the draft's `generation_config`
     acceptance: str = ""  # Markdown table of tau by context length, with the method of measurement
+    held_out: str = ""  # tau on rows of the training text that were held out
+    warning: str = ""  # why the draft should not be used as it is
     training: str = ""  # steps, tokens, loss
     command: str = ""  # the training command
     commit: str | None = None  # commit of the training code
@@ -121,10 +123,15 @@ def render(draft: Any, card: Card, engine: str | None = None) -> str:
         target=card.target or base_model,
         repo=card.repo,
         settings=_paragraphs(f"Settings in `generation_config.json`: {settings or 'none'}.", card.settings),
-        acceptance=card.acceptance.strip() or NOT_MEASURED,
+        acceptance=_acceptance(card),
         training="" if draft.weightless and not card.training else f"## Training\n\n{_training(card)}\n\n",
         limits=_paragraphs(limits, card.limits, "" if card.license else NO_LICENSE),
     )
+
+
+def _acceptance(card: Card) -> str:
+    measured = card.acceptance.strip() or ("" if card.held_out else NOT_MEASURED)
+    return _paragraphs(f"**{card.warning}**" if card.warning else "", measured, card.held_out)
 
 
 def _training(card: Card) -> str:

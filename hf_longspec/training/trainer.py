@@ -1,7 +1,6 @@
 """DraftTrainer: transformers' Trainer for a draft and its frozen target."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,9 @@ from ..generation.special_cases.forward_check import is_quantized
 from ..generation.target import TargetView
 from ..modeling.base import DraftModel
 from .arguments import DraftTrainingArguments
+from .checkpoints import last_complete_checkpoint
 from .data import DocumentEncoder, DraftCollator
+from .loss_growth import LossGrowth
 from .methods import check_length, method_of
 from .stored_states import KVStore, digest
 
@@ -103,22 +104,29 @@ class DraftTrainer(Trainer):
         # the user's model for good
         if getattr(target, "hf_device_map", None) is None and not is_quantized(target):
             target.to(args.device)
+        self.add_callback(LossGrowth)
         # counted since the last log
         self.counts = torch.zeros(self.method.levels, 2, dtype=torch.float64, device=args.device)
+        self.latest = torch.zeros_like(self.counts)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train, optionally from a checkpoint's folder; `True` stands for the last complete one in `output_dir`.
 
         Raises:
-            FloatingPointError: If the loss is infinite or NaN. The weights are those before the step.
+            FloatingPointError: If the loss is infinite or NaN; the weights are those before the step. Or if it has
+                grown, see [`LossGrowth`].
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
         if resume_from_checkpoint:
             self.method.resume(str(resume_from_checkpoint))
+        self.store_states()
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def store_states(self) -> None:
+        """Write the states of the target that are missing in `target_kv_dir`, if it is set, and train on them."""
         if self.args.target_kv_dir is not None and not isinstance(self.train_dataset, KVStore):
             self.train_dataset = self._stored_rows(self.args.target_kv_dir, self.train_dataset)
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> Any:
         """Return the prepared batches of a step, and the number of tokens that all processes predict per loss term."""
@@ -164,7 +172,11 @@ class DraftTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as `Trainer` does, and add the draft's accuracy since the last log."""
         if "loss" in logs:
-            logs = logs | self.method.summary(self.accelerator.reduce(self.counts).tolist())
+            counts = self.accelerator.reduce(self.counts)
+            # few rows may have no token at some gap, whose last counts are then used for tau
+            self.latest = counts.where(counts[:, 1:] > 0, self.latest)
+            tau = {name: value for name, value in self.method.summary(self.latest.tolist()).items() if "tau" in name}
+            logs = logs | self.method.summary(counts.tolist()) | tau
             self.counts.zero_()
         super().log(logs, *args, **kwargs)
 
@@ -240,12 +252,3 @@ def check_data(name: str, dataset: Any, encoder: DocumentEncoder) -> None:
     if first is None:
         raise ValueError(f"{name} has no rows: check its path, split and filters.")
     encoder(first)
-
-
-def last_complete_checkpoint(folder: str | Path) -> str:
-    """Return the newest complete checkpoint in `folder`. `Trainer` writes trainer_state.json last."""
-    states = Path(folder).glob("checkpoint-*/trainer_state.json")
-    complete = [path.parent for path in states if path.parent.name.removeprefix("checkpoint-").isdigit()]
-    if not complete:
-        raise ValueError(f"{str(folder)!r} has no complete checkpoint to resume from: start without resuming.")
-    return str(max(complete, key=lambda path: int(path.name.removeprefix("checkpoint-"))))

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hf_longspec.cli import app, progress
+from hf_longspec.cli import app, held_out, progress
 from tests.generation.conftest import widths  # noqa: F401 - a fixture
 from tests.hub.conftest import hub  # noqa: F401 - a fixture
 
@@ -26,6 +26,13 @@ def run_command(*arguments, **options):
 def no_lines_about_progress(monkeypatch):
     """On a busy machine a command of a test may take ten seconds, too."""
     monkeypatch.setattr(progress, "LINE_SECONDS", 3600)
+
+
+@pytest.fixture(autouse=True)
+def little_held_out_text(monkeypatch):
+    """Of a draft that was trained, one short text is continued."""
+    monkeypatch.setattr(held_out, "NEW_TOKENS", 4)
+    monkeypatch.setattr(held_out, "MOST_PROMPTS", 1)
 
 
 @pytest.fixture

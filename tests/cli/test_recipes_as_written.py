@@ -65,7 +65,10 @@ def test_two_steps_of_the_recipe_of_ten_minutes(tiny, tmp_path):
     assert done.exit_code == 0, done.output
     assert_as_written(recipe, tmp_path / "draft", {"max_steps", "output_dir"})
     config = AutoModel.from_pretrained(tmp_path / "draft").config.to_dict()
-    assert all(config[name] == value for name, value in recipe.draft.items())
+    chosen = {"draft_vocab_size": None}
+    assert all(config[name] == value for name, value in (recipe.draft | chosen).items())
+    assert torch.load(tmp_path / "draft" / "training_args.bin", weights_only=False).learning_rate == 2e-3
+    assert "learning_rate: 0.002" in json.loads((tmp_path / "draft" / "card.json").read_text())["training"]
 
 
 @pytest.mark.parametrize("family", few(["tokenswift", "eagle3", "longspec"], 1))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_longspec import LongSpecDraftModel
 from hf_longspec.cli import options, train
+from hf_longspec.cli.held_out import HeldOut
 from hf_longspec.training import DraftTrainer
 from tests.cli.conftest import run_command
 from tests.tiny_tokenizers import save_byte_target
@@ -63,6 +64,13 @@ def test_what_was_trained_is_noted_for_the_card(run, data, tmp_path, monkeypatch
     folder.mkdir()
     (folder / "card.json").write_text('{"license": "mit", "base_model": "org/t"}')
     monkeypatch.setattr(sys, "argv", ["/usr/bin/hf-longspec", "train", "--config", f"{PROJECT}/recipes/x.yaml"])
+    measured = []
+
+    def as_if(draft, model, rows, encoder):
+        measured.append((type(draft), len(rows)))
+        return HeldOut(1.04, 1.35, 8)
+
+    monkeypatch.setattr(train, "measure", as_if)
     arguments = ["--output-dir", folder, *SHRUNK, "--set", "pack=30"]
     arguments += ["--set", f"dataset={{path: json, data_files: {data}/text.jsonl, split: train}}"]
     status, output = run("train", "--config", RECIPES / "longspec_pretrain.yaml", *arguments)
@@ -71,9 +79,13 @@ def test_what_was_trained_is_noted_for_the_card(run, data, tmp_path, monkeypatch
     assert facts["license"] == "mit" and facts["base_model"] == "org/t" and "datasets" not in facts
     assert facts["command"] == "hf-longspec train --config recipes/x.yaml"
     assert facts["training"].startswith("2 steps") and len(facts["commit"].rstrip("+")) == 12
+    assert measured == [(LongSpecDraftModel, 2)] and "tau 1.04: 1.04 tokens per step" in output
     result = run_command("publish", folder, "--dry-run")
     assert result.exit_code == 0, result.output
+    warning = "With tau 1.04, below 1.35, this draft makes decoding slower."
+    assert f"warning: {warning}" in output and f"warning: {warning}" in result.output
     text = (tmp_path / "draft-hub" / "README.md").read_text()
+    assert f"**{warning}" in text and facts["held_out"] in text and "Not measured." not in text
     assert facts["command"] in text and facts["commit"] in text and "2 steps" in text
 
 
@@ -158,6 +170,15 @@ def test_resuming_gives_the_draft_of_a_run_that_was_not_interrupted(run, recipe,
     assert all(written[name] == whole[name] for name in ("pack", "draft"))
     for file in ("model.safetensors", "config.json"):  # the config has the largest position
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "run" / file).read_bytes()
+
+
+def test_a_run_has_as_many_steps_as_fit_into_its_time(run, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "seconds_of_step", lambda trainer: 60.0)
+    status, output = run("train", "--config", recipe, "--max-minutes", 2.2)
+    assert status == 0, output
+    assert "About 2 min: 2 steps of 60.00 s, with " in output and "after 2 steps." in output
+    assert "max_steps: 2" in json.loads((tmp_path / "run" / "card.json").read_text())["training"]
+    assert json.loads((tmp_path / "run/checkpoint-2/trainer_state.json").read_text())["max_steps"] == 2
 
 
 def test_lora_saves_an_adapter(run, recipe, tmp_path):

@@ -141,4 +141,10 @@ ROWS = (
     ("Independent heads read the target's own state", "modeling/tokenswift/modeling_tokenswift.py",
      "head(current if self.chained else hidden, embedded)", "head(current, embedded)",
      "tests/modeling/tokenswift/test_modeling_tokenswift.py::test_the_heads_are_the_restated_ones"),
+    ("What a copied layer adds is made small, as there is no norm before the head",
+     "modeling/longspec/initialization_longspec.py", "scale = OUTPUT_SCALE * scale / ", "scale = scale / ",
+     "tests/modeling/longspec/test_initialization_longspec.py"),
+    ("A norm that multiplies by 1 plus its weight is copied as such", "modeling/longspec/initialization_longspec.py",
+     "own.weight.copy_(_scale_of(norm))", "own.weight.copy_(norm.weight)",
+     "tests/modeling/longspec/test_initialization_longspec.py"),
 )

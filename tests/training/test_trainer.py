@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from hf_longspec import LongSpecDraftModel, SpecAttnDraftModel
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
-from hf_longspec.training.trainer import last_complete_checkpoint
+from hf_longspec.training.checkpoints import last_complete_checkpoint
 from tests.tiny_targets import tiny_prompts, tiny_target, unpacked
 
 

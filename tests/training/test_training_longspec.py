@@ -133,3 +133,17 @@ def test_the_largest_position_is_recorded(make_trainer, draft, tmp_path):
     offsets = [offset for step in range(3) for offset in trainer.method.noise.draw(step, 2, range(2), [33, 33])[1]]
     assert recorded == 32 + max(offsets)
     assert 0 < max(offsets) <= 100
+
+
+def test_the_log_has_a_tau_when_every_gap_has_been_seen(make_trainer, make_draft):
+    """An entry of one row has the counts of one gap. Those of the others are from the entries before."""
+    trainer = make_trainer(make_draft(noise_range=[1, 2]), max_steps=12, per_device_train_batch_size=1)
+    trainer.train()
+    shares, expected = {}, []
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for entry in entries:
+        shares |= {name: entry[name] for name in ("acceptance_gap_1", "acceptance_gap_2") if name in entry}
+        first, second = (shares.get(f"acceptance_gap_{gap}") for gap in (1, 2))
+        expected.append(None if len(shares) < 2 else 1 + first + first * second)
+    assert [entry.get("estimated_tau") for entry in entries] == pytest.approx(expected)
+    assert expected[0] is None and expected[-1] is not None

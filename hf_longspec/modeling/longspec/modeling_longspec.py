@@ -17,6 +17,7 @@ from ..settings import WIDTHS, Setting
 from ..shared.aux_hidden_states import Rotary
 from ..shared.vocabulary import VocabularyConfig, VocabularyDraftModel
 from .generation_longspec import LongSpecDrafter
+from .initialization_longspec import copy_layers, has_biases
 
 
 class LongSpecConfig(VocabularyConfig):
@@ -38,6 +39,7 @@ class LongSpecConfig(VocabularyConfig):
     rms_norm_eps: float = 1e-6  # epsilon of the three norms
     initializer_range: float = 0.02  # standard deviation of the initial weights
     qkv_bias: bool = False  # whether the query, key and value projections have a bias, as in the authors' checkpoints
+    init_from_target: bool = False  # whether the first weights of the block are copied from layers of the target
     window: int = 512  # number of positions that a self-attention query attends to, its own included
     kv_layer: int = 0  # index of the target's layer whose keys and values are read
     # whether the draft attends to the target's cache. Otherwise it attends to its window only.
@@ -110,6 +112,21 @@ class LongSpecDraftModel(VocabularyDraftModel):
     @classmethod
     def check_structure(cls, target: PreTrainedModel) -> None:
         decoder_of(target)
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
+        """Return an untrained draft, see [`DraftModel.from_target`].
+
+        With `init_from_target=True`, the block begins with weights of the target, see [`copy_layers`], and not with
+        random ones. Then it learns faster. Its projections have a bias if the target's have one.
+        """
+        copies = bool(overrides.get("init_from_target"))
+        if copies and has_biases(target):
+            overrides = {"qkv_bias": True} | overrides
+        draft = super().from_target(target, **overrides)
+        if copies:
+            copy_layers(draft.block, target, draft.config.kv_layer)
+        return draft
 
     def set_vocabulary(self, token_ids: Sequence[int], target: PreTrainedModel | None = None) -> None:
         """Choose the tokens that the draft proposes; any draft may get or change them, as no weight depends on them."""
