@@ -36,6 +36,8 @@ def command(signature: Callable[..., None]) -> Callable[..., None]:
     @wraps(signature)
     def run(debug: bool = False, **values: Any) -> None:
         with options.one_line_errors(debug):
+            if "gguf_file" in values:
+                values["target"] = options.name_gguf(values["target"], values.pop("gguf_file"))
             import_module("hf_longspec.drafts")  # registers them
             status = import_module(f"{__package__}.{name}").run(SimpleNamespace(**values))
         raise typer.Exit(status or 0)
@@ -67,6 +69,7 @@ def generate(
     regex: Annotated[str | None, option("Regular expression that the whole text matches.", show_default=False)] = None,
     samples: Annotated[int, number(1, "Texts to sample, as one batch.", most=options.MOST_ROWS)] = 1,
     chat: Annotated[bool, option("Apply the chat template to the text.", "--chat")] = False,
+    gguf_file: options.GgufFile = None,
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
     device: options.Device = None,
@@ -124,6 +127,7 @@ def audit(
     sample_tokens: Annotated[int, number(2, "Tokens per sample.")] = 4,
     temperature: Annotated[float, number(0, "Temperature of the samples.", above=True)] = 1.0,
     batch: Annotated[int, number(1, "Samples per batch.", most=options.MOST_ROWS)] = 32,
+    gguf_file: options.GgufFile = None,
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
     device: options.Device = None,
@@ -165,6 +169,7 @@ def serve(
     max_length: Annotated[
         int | None, number(3, "Tokens of a text with --rows, prompt included. Default: the model's positions.")
     ] = None,
+    gguf_file: options.GgufFile = None,
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
     device: options.Device = None,
@@ -207,6 +212,7 @@ def bench(
         list[str] | None,
         option(f"Hub id or folder of a draft, or one of {options.BY_NAME}. Repeatable. Default: ngram."),
     ] = None,
+    gguf_file: options.GgufFile = None,
     data: Annotated[
         str, option("Text file, folder of texts, JSON lines, or dataset of the Hub; builtin: Python's library.")
     ] = BUILTIN,
@@ -240,12 +246,13 @@ def bench(
 @command
 def demo(
     target: Annotated[
-        str | None, option("Hub id or folder of the model. Default: the tiny target of the repository.")
+        str | None, option("Hub id, folder or GGUF file of the model. Default: the tiny target of the repository.")
     ] = None,
     draft: Annotated[
         str | None,
         option("Hub id or folder of a draft. Default: n-grams and SpecAttn; the tiny target has trained ones too."),
     ] = None,
+    gguf_file: options.GgufFile = None,
     file: Annotated[Path | None, option("Text to continue. Default: a module of the standard library.")] = None,
     context: Annotated[int, number(1, "Maximum tokens of the prompt.")] = 6144,
     max_new_tokens: Annotated[int, number(2, "Tokens to generate.")] = 128,
@@ -274,8 +281,9 @@ def train(
         typer.Argument(help="Text files, JSON lines, or Hub ids or folders of datasets, instead of the recipe's."),
     ] = None,
     column: Annotated[str | None, option("Key or column of the texts. Default: text.")] = None,
-    target: Annotated[str | None, option("Hub id or folder of the target.")] = None,
+    target: Annotated[str | None, option("Hub id, folder or GGUF file of the target.")] = None,
     draft: Annotated[str | None, option("Hub id or folder of a draft to continue.")] = None,
+    gguf_file: options.GgufFile = None,
     output_dir: Annotated[Path | None, option("Folder for checkpoints and the draft.")] = None,
     max_steps: Annotated[int | None, number(1, "Optimizer steps.")] = None,
     max_minutes: Annotated[float | None, number(0, "Fewer steps, if these would take longer.", above=True)] = None,

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..auto import AutoDraft, class_of, load_named
@@ -67,16 +67,22 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype:
     return automatic if name == "auto" else getattr(torch, name)
 
 
+def source_of(target: str) -> dict[str, str]:
+    """Arguments of `from_pretrained` that name a target: its Hub id or folder, and its GGUF file if it has one."""
+    name, file = options.split_gguf(target)
+    return {"pretrained_model_name_or_path": name} | ({} if file is None else {"gguf_file": file})
+
+
 def load_tokenizer(target: str) -> Any:
     with loading(target, "tokenizer of"):
-        return AutoTokenizer.from_pretrained(target)
+        return AutoTokenizer.from_pretrained(**source_of(target))
 
 
 def load_config(target: str) -> Any:
     """The configuration of a target, which is neither a file nor a name that the Hub does not have."""
     options.require_model("model of", target)
     with loading(target, "configuration of"):
-        return AutoConfig.from_pretrained(target)
+        return AutoConfig.from_pretrained(**source_of(target))
 
 
 def positions_of(config: Any) -> int:
@@ -84,10 +90,22 @@ def positions_of(config: Any) -> int:
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
 
 
+def load_weights(target: str, **how: Any) -> Any:
+    """The result of `AutoModelForCausalLM.from_pretrained`. The blocks of a GGUF file are unpacked, which is said."""
+    source = source_of(target)
+    if "gguf_file" in source:
+        dtype = str(how["dtype"]).removeprefix("torch.")
+        say(
+            f"Unpacking the weights of {source['gguf_file']} to {'float32' if dtype == 'auto' else dtype}.", stderr=True
+        )
+        how |= {"quantization_config": GgufConfig(dequantize=True)}
+    return AutoModelForCausalLM.from_pretrained(**source, **how)
+
+
 def load_target(target: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model in eval mode."""
     with loading(target, "model of"):
-        model, info = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, output_loading_info=True)
+        model, info = load_weights(target, dtype=dtype, output_loading_info=True)
         refuse_missing_weights(model, info)
     if names := sorted(info.get("unexpected_keys") or ()):
         label = f"config.json says model_type={model.config.model_type!r}"
@@ -187,10 +205,11 @@ class LoadedModels:
     @cached_property
     def end_tokens(self) -> list[int]:
         """Tokens that end a text of the target."""
-        try:
-            ends = GenerationConfig.from_pretrained(self.target).eos_token_id
-        except OSError:  # the target has no such file
-            ends = GenerationConfig.from_model_config(self.config).eos_token_id
+        defaults = GenerationConfig.from_model_config(self.config)
+        if options.split_gguf(self.target)[1] is None:  # transformers does not read one beside a GGUF file
+            with suppress(OSError):  # the target has no such file
+                defaults = GenerationConfig.from_pretrained(self.target)
+        ends = defaults.eos_token_id
         return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
     def processors(self, structure: dict[str, Any]) -> dict[str, Any]:

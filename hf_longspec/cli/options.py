@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,8 +67,51 @@ def require_sources(names: Iterable[str]) -> None:
                 require_repository("dataset", path, "dataset")
 
 
+def split_gguf(target: str) -> tuple[str, str | None]:
+    """Return the Hub id or folder of a target, and its GGUF file; `None` without one.
+
+    >>> split_gguf("org/model:model-Q4_1.gguf"), split_gguf("folder/model.gguf"), split_gguf("org/model")
+    (('org/model', 'model-Q4_1.gguf'), ('folder', 'model.gguf'), ('org/model', None))
+    """
+    if not target.lower().endswith(".gguf"):
+        return target, None
+    name, colon, file = target.rpartition(":")
+    if colon and not Path(target).exists():
+        return name, file
+    return str(Path(target).parent), Path(target).name
+
+
+def name_gguf(target: str | None, file: str | None) -> str | None:
+    """Return one name for a target and its `--gguf-file`: a path, or `org/model:file` as in `transformers serve`."""
+    if file is None:
+        return target
+    if target is None or split_gguf(target)[1] is not None:
+        need = "needs --target" if target is None else f"is a second file beside --target {target}"
+        raise CommandError(f"--gguf-file {file} {need}. Pass the Hub id or the folder of the file as --target.")
+    if not file.lower().endswith(".gguf"):
+        raise CommandError(f"--gguf-file {file} does not end with .gguf. Pass the name of a GGUF file.")
+    return str(Path(target, file)) if Path(target).is_dir() else f"{target}:{file}"
+
+
+def require_gguf(what: str, target: str) -> None:
+    """Refuse the GGUF file of a target that does not exist in its folder, or that cannot be read."""
+    folder, file = split_gguf(target)
+    if file is None:
+        return
+    start = f"cannot load the {what} {target!r}:"
+    is_on_hub = ":" in target and not Path(folder).is_dir()
+    if not is_on_hub and not Path(folder, file).is_file():
+        there = ", ".join(sorted(path.name for path in Path(folder).glob("*.gguf")))
+        on_hub = "Check the path; for a file on the Hub, pass --target org/model --gguf-file NAME."
+        raise CommandError(f"{start} there is no such file. {f'The folder has {there}.' if there else on_hub}")
+    if find_spec("gguf") is None:
+        raise CommandError(f"{start} gguf is not installed: pip install gguf")
+
+
 def require_existing(what: str, name: str) -> None:
     """Refuse the folder or file of a model, a draft or data that does not exist; no Hub id looks like its name."""
+    require_gguf(what, name)
+    name = split_gguf(name)[0]
     kind = "file" if Path(name).suffix.lower() in FILE_SUFFIXES else "folder"
     if not Path(name).exists() and (kind == "file" or name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise CommandError(f"cannot load the {what} {name!r}: there is no such {kind}. Check the path.")
@@ -76,7 +120,7 @@ def require_existing(what: str, name: str) -> None:
 def require_model(what: str, name: str) -> None:
     """Refuse a folder that does not exist, and a name that the Hub does not have."""
     require_existing(what, name)
-    if not Path(name).exists():
+    if not Path(name := split_gguf(name)[0]).exists():
         require_repository(what, name)
 
 
@@ -120,7 +164,11 @@ def require_draft(name: str) -> None:
     require_model("draft", name)
 
 
-Target = Annotated[str, option("Hub id or folder of the model.", show_default=False)]
+Target = Annotated[str, option("Hub id, folder or GGUF file of the model.", show_default=False)]
+GgufFile = Annotated[
+    str | None,
+    option("GGUF file in --target, unpacked to --dtype. Needs the package gguf.", show_default=False),
+]
 Draft = Annotated[
     str,
     option(

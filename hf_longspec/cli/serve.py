@@ -17,7 +17,17 @@ except ModuleNotFoundError as error:
     remedy = "pip install -U 'transformers[serving]' 'starlette>=1.6' prometheus-client"
     raise CommandError(f"serve needs {error.name}, which is not installed: {remedy}") from error
 
-from .models import check_draft, dtype_of, find_device, load_config, loading, open_draft, positions_of, quiet
+from .models import (
+    check_draft,
+    dtype_of,
+    find_device,
+    load_config,
+    load_weights,
+    loading,
+    open_draft,
+    positions_of,
+    quiet,
+)
 
 # Seconds after Ctrl-C that running requests have to end.
 GRACE = 2
@@ -35,12 +45,30 @@ def run(args: SimpleNamespace) -> int:
         check_draft(args.draft, config, settings)
         with loading(args.target, "model of"):
             dtype = str(dtype_of(args.dtype, device)).removeprefix("torch.")
-            models = ModelManager(device=str(device), dtype=dtype, force_model=args.target)
+            models = UnpackingManager(device=str(device), dtype=dtype, force_model=served_name(args.target))
         limits = Limits(args.max_body, args.max_tokens, args.max_waiting, args.cache_memory)
         rows = args.rows, args.max_length
         routes = make_routes(models, lambda model: open_draft(args.draft, model, settings), limits, *rows)
         make_server(routes, args.host, args.port).run()
     return 0
+
+
+class UnpackingManager(ModelManager):
+    """The manager of `transformers serve`, which loads a GGUF file as the other commands do.
+
+    That of transformers keeps blocks, and fails if the file does not name a class, as those of most architectures.
+    """
+
+    def _load_model(self, name: str, *args: Any, gguf_file: str | None = None, **how: Any) -> Any:
+        if gguf_file is None:
+            return super()._load_model(name, *args, **how)
+        return load_weights(self.force_model, dtype=self.dtype).to(self.device).eval()
+
+
+def served_name(target: str) -> str:
+    """Return the name of a target as `transformers serve` names it: `folder:file` for a GGUF file."""
+    name, file = options.split_gguf(target)
+    return name if file is None else f"{name}:{file}"
 
 
 def require_free(host: str, port: int) -> None:

@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    set_seed,
-)
+from transformers import AutoModel, PreTrainedModel, set_seed
 
 from ..cli import CARD_FACTS, CommandError, one_line, options
 from ..training import DraftTrainer, DraftTrainingArguments, TokenWindows, pack
@@ -27,7 +22,7 @@ from .duration import describe, limit, seconds_of_step
 from .env import command, git_commit, without_folders
 from .files import claim, replace_file
 from .held_out import HeldOut, measure, split
-from .models import check_draft, load_config, load_tokenizer, loading
+from .models import check_draft, load_config, load_tokenizer, load_weights, loading
 from .recipe import Recipe, recipe_of
 
 
@@ -52,7 +47,11 @@ def claim_folder(recipe: Recipe, inputs: list[Any], resume: bool, overwrite: boo
     folder = Path(recipe.training["output_dir"])
     if resume and not list(folder.glob("checkpoint-*/trainer_state.json")):
         raise CommandError(f"{str(folder)!r} has no complete checkpoint to resume from: start without --resume.")
-    read = [*inputs, recipe.target, recipe.draft if isinstance(recipe.draft, str) else None]
+    read = [
+        *inputs,
+        options.name_gguf(*options.split_gguf(recipe.target)),
+        recipe.draft if isinstance(recipe.draft, str) else None,
+    ]
     claim(folder, read, overwrite=overwrite, resume=resume, kept=[CARD_FACTS])
 
 
@@ -89,7 +88,7 @@ def train(recipe: Recipe, resume: bool, max_minutes: float | None) -> None:
     train_rows, held_out = split(train_rows) if eval_rows is None else (train_rows, eval_rows)
     with loading(recipe.target, "model of"):
         how = {"dtype": recipe.dtype, "attn_implementation": recipe.attn_implementation}
-        target = AutoModelForCausalLM.from_pretrained(recipe.target, **how)
+        target = load_weights(recipe.target, **how)
     set_seed(args.seed)  # a new draft is drawn: the same in every run and every process
     draft = make_draft(recipe, target)
     size = None if isinstance(recipe.draft, str) else getattr(draft.config, "draft_vocab_size", None)
@@ -219,7 +218,7 @@ def write_facts(recipe: Recipe, folder: Path, state: Any, measured: HeldOut | No
     # the command may name little of it, above all with --resume
     text = yaml.safe_dump({name: value for name, value in vars(recipe).items() if value}, sort_keys=False)
     entries = {
-        "base_model": None if Path(recipe.target).exists() else recipe.target,
+        "base_model": None if Path(base := options.split_gguf(recipe.target)[0]).exists() else base,
         "datasets": [dataset] if "/" in dataset and not Path(dataset).exists() else [],
         "training": f"{state.global_step:,} steps{loss}.\n\n```yaml\n{without_folders(text)}```",
         "command": command(),

@@ -6,11 +6,14 @@ the target, so it needs neither a prefill nor keys of its own.
 """
 
 import copy
+import re
 from collections.abc import Iterator
+from math import ceil
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -26,12 +29,19 @@ HOOKS.append("_forward_hooks_always_called")
 GROUP = 64
 # Tiles of the innermost dimension in a packed matrix of 4 bits on a GPU.
 INNER_TILES = 8
+# Multiples of rows and columns that the kernels for 4 bits take, and of columns that those for 8 bits take: on a CPU
+# the latter read beyond the end of other rows, without an error.
+ROWS, CPU_COLUMNS, GPU_COLUMNS, COLUMNS_OF_8 = 64, GROUP, 16 * INNER_TILES, 16
+# A message names so many kinds of weights that are not rounded.
+MOST_NAMED = 4
 
 
 class LowBitLinear(nn.Module):
     """A linear layer whose weights are rounded to multiples of their scale, that of their absolute maximum.
 
-    Products are computed in bfloat16, by torch's kernels for packed weights.
+    Products are computed in bfloat16, by torch's kernels for packed weights. Those for 4 bits take multiples of 64 rows
+    and 64 columns (128 on a GPU), those for 8 bits multiples of 16 columns. Zeros are added to other matrices, and to
+    the vectors that they multiply.
     """
 
     packed: torch.Tensor
@@ -42,7 +52,9 @@ class LowBitLinear(nn.Module):
         weight = linear.weight.detach()
         self.bits, self.dtype, self.bias = bits, weight.dtype, linear.bias
         self.out_features, self.in_features = weight.shape
-        rounded, scales = rounded_groups(weight, bits, self.in_features if bits == 8 else GROUP)
+        rows, self.columns = padded_size(weight, bits)
+        weight = pad(weight, (0, self.columns - self.in_features, 0, rows - self.out_features))
+        rounded, scales = rounded_groups(weight, bits, self.columns if bits == 8 else GROUP)
         rounded, scales = rounded.view_as(weight), scales.squeeze(-1)
         self.register_buffer("packed", rounded.to(torch.int8) if bits == 8 else packed_by_four(rounded), False)
         if bits == 4:  # for each group the scale and the value of the middle
@@ -51,11 +63,11 @@ class LowBitLinear(nn.Module):
 
     @staticmethod
     def takes(module: nn.Module, bits: int) -> bool:
-        """Return whether the kernels take the matrix of a module."""
+        """Return whether a module is a linear layer that is smaller in these bits, zeros included."""
         if type(module) is not nn.Linear or not module.weight.is_floating_point():
             return False
-        rows, columns = module.weight.shape
-        return bits == 8 or (rows % GROUP == 0 and columns % (2 * GROUP) == 0)
+        rows, columns = padded_size(module.weight, bits)
+        return rows * columns * bits < module.weight.nbytes * 8
 
     @property
     def weight(self) -> torch.Tensor:
@@ -69,15 +81,25 @@ class LowBitLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the products `(N, rows)` of vectors `(N, columns)` with the weights."""
-        x, aten = x.contiguous(), torch.ops.aten
+        """Return the products `(N, out_features)` of vectors `(N, in_features)` with the weights."""
+        x, aten = pad(x, (0, self.columns - self.in_features)).contiguous(), torch.ops.aten
         if self.bits == 8:
             product: torch.Tensor = aten._weight_int8pack_mm(x, self.packed, self.scales)
         elif x.device.type == "cpu":
             product = aten._weight_int4pack_mm_for_cpu(x, self.packed, GROUP, self.scales)
         else:
             product = aten._weight_int4pack_mm(x, self.packed, GROUP, self.scales)
-        return product
+        return product[:, : self.out_features]
+
+
+def padded_size(weight: torch.Tensor, bits: int) -> tuple[int, int]:
+    """Return the numbers of rows and columns of a matrix with the zeros that the kernels need."""
+    if bits == 8:
+        multiples = 1, COLUMNS_OF_8
+    else:
+        multiples = ROWS, CPU_COLUMNS if weight.device.type == "cpu" else GPU_COLUMNS
+    rows, columns = (ceil(size / multiple) * multiple for size, multiple in zip(weight.shape, multiples, strict=True))
+    return rows, columns
 
 
 def rounded_groups(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,11 +133,14 @@ def why_not_rounded(target: PreTrainedModel, weights: str) -> str | None:
     """Return why the weights of a target cannot be rounded, and what to do; `None` if they can."""
     rule = f"draft_weights={weights!r}"
     if is_quantized(target):
-        return f"{rule}: the weights of this target are quantized already. Set draft_weights=None."
+        remedy = "Set draft_weights=None"
+        if any(type(module).__name__.startswith("Gguf") for module in target.modules()):
+            remedy += ", or load the target with quantization_config=GgufConfig(dequantize=True)"
+        return f"{rule}: the weights of this target are quantized already. {remedy}."
     layers = [layer for _, layer in rounded_layers(target, BITS[weights])]
     if not layers:
         return (
-            f"{rule}: no linear layer of {type(target).__name__} has a size that the kernels take. Set "
+            f"{rule}: {type(target).__name__} has no linear layer but the head that would be smaller. Set "
             "draft_weights=None, or pass a copy of the target that transformers has loaded in fewer bits."
         )
     if devices := {layer.weight.device.type for layer in layers} - {"cpu", "cuda"}:
@@ -123,13 +148,39 @@ def why_not_rounded(target: PreTrainedModel, weights: str) -> str | None:
     return None
 
 
+def described_copy(target: PreTrainedModel, weights: str, layers: dict[str, nn.Linear]) -> str:
+    """Describe a copy that rounds these layers: its size, and which weights of a drafting step it leaves, by share.
+
+    Vectors are not counted, nor is the table of embeddings, of which a step reads a row, unless it is the head too.
+    """
+    head, embeddings = target.get_output_embeddings(), target.get_input_embeddings()
+    is_tied = head is not None and head.weight is embeddings.weight
+    rounded, left = {id(layer.weight) for layer in layers.values()}, dict[str, int]()
+    of_step = {id(x): (name, x) for name, x in target.named_parameters(remove_duplicate=False) if x.dim() > 1}
+    if not is_tied:
+        of_step.pop(id(embeddings.weight), None)
+    for name, weight in of_step.values():
+        if id(weight) not in rounded:
+            name = re.sub(r"\.\d+\.", ".*.", name).removesuffix(".weight")
+            left[name] = left.get(name, 0) + weight.numel()
+    total = sum(weight.numel() for _, weight in of_step.values())
+    size = sum(rows * columns for rows, columns in (padded_size(x.weight, BITS[weights]) for x in layers.values()))
+    text = f"draft_weights={weights!r}: a copy of {len(layers)} linear layers takes "
+    text += f"{size * BITS[weights] / 8 / 2**20:,.0f} MiB."
+    if left:
+        largest = sorted(left, key=left.__getitem__, reverse=True)
+        names = [f"{name} ({left[name] / total:.1%})" for name in largest[:MOST_NAMED]]
+        more = [f"{len(left) - MOST_NAMED} more"] if len(left) > MOST_NAMED else []
+        text += f" {sum(left.values()) / total:.1%} of the weights are not rounded: {', '.join([*names, *more])}."
+    if 2 * sum(left.values()) > total:
+        text += " As these are more than half, drafting will hardly be faster: draft_weights=None needs no copy."
+    return text
+
+
 def rounded_copy(target: PreTrainedModel, weights: str) -> PreTrainedModel:
     """Return a copy of a target in eval mode that shares hooks, and all but the weights of `rounded_layers`."""
     layers, bits = dict(rounded_layers(target, BITS[weights])), BITS[weights]
-    size = sum(layer.weight.numel() for layer in layers.values()) * bits // 8
-    logger.warning_once(
-        f"draft_weights={weights!r}: a copy of {len(layers)} linear layers takes {size / 2**20:,.0f} MiB."
-    )
+    logger.warning_once(described_copy(target, weights, layers))
     # what the copy of an object is, by the address of the object
     copies: dict[int, Any] = {id(x): x for x in (*target.parameters(), *target.buffers())}
     copies |= {id(layer): LowBitLinear(layer, bits) for layer in layers.values()}

@@ -15,8 +15,9 @@ from tests.pairwise import few
 from tests.robustness.enumeration import build
 from tests.tiny_targets import tiny_prompts, tiny_target
 
-# Sizes that the kernels for 4 bits take.
+# Sizes that the kernels for 4 bits take, and such that they do not take.
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+ODD_SIZES = {"hidden_size": 72, "intermediate_size": 200, "head_dim": 18}
 FREE = {"gate": False, "check_target": False, "sparse_min_tokens": 8, "num_assistant_tokens": 3}
 
 
@@ -49,6 +50,42 @@ def test_products_are_those_of_rounded_weights(target, weights, bits, group):
     torch.testing.assert_close(layer(x).double(), product, rtol=0, atol=2 * 2**-9 * most)
     torch.testing.assert_close(layer.weight.double(), expected, rtol=2**-8, atol=0)
     assert (expected - of_target.weight).abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("bits", "rows", "columns"), [(4, 200, 72), (4, 72, 200), (4, 576, 576), (8, 72, 201), (8, 5, 24)]
+)
+@torch.no_grad()
+def test_products_of_odd_sizes(bits, rows, columns):
+    """Zeros that are added to rows and columns change neither products nor scales."""
+    linear = torch.nn.Linear(columns, rows)
+    layer, expected = LowBitLinear(linear, bits), rounded_by_hand(linear.weight, bits, 64 if bits == 4 else columns)
+    x = torch.randn(2, 3, columns, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    most = (x.double().abs() @ expected.abs().T).max().item()
+    product = x.double() @ expected.T + linear.bias
+    torch.testing.assert_close(layer(x).double(), product, rtol=2**-8, atol=2 * 2**-9 * most)
+    torch.testing.assert_close(layer.weight.double(), expected, rtol=2**-8, atol=0)
+    assert layer.columns % 16 == 0  # what lies after the end of another matrix may be zeros by chance
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "layers", "message"),
+    [
+        ("llama", ODD_SIZES, 14, "% of the weights are not rounded: lm_head ("),
+        ("llama", {"vocab_size": 4096}, 14, "As these are more than half, drafting will hardly be faster"),
+        ("mixtral", {}, 8, r"mlp.experts.gate_up_proj ("),
+    ],
+)
+def test_the_share_that_stays_is_in_the_message(kind, sizes, layers, message):
+    target = tiny_target(kind, **sizes)
+    rounded = dict(draft_weights.rounded_layers(target, 4))
+    described = draft_weights.described_copy(target, "int4", rounded)
+    assert len(rounded) == layers and message in described
+    weights = {name: weight.numel() for name, weight in target.named_parameters() if weight.dim() > 1}
+    of_step = sum(weights.values()) - weights["model.embed_tokens.weight"]
+    left = of_step - sum(weights[f"{name}.weight"] for name in rounded)
+    assert f" {left / of_step:.1%} of the weights" in described
+    assert ("more than half" in described) == (left / of_step > 0.5)
 
 
 def test_a_copy_runs_the_hooks_that_the_target_has():
@@ -87,16 +124,17 @@ CASES = [
     (SpecAttnDraftModel, {"draft_weights": "int4"}, "llama", False),
     (SpecAttnDraftModel, {"draft_weights": "int8", "selection": "all"}, "gemma3", True),
     (SpecAttnDraftModel, {"draft_weights": "int8"}, "qwen3_5_text", False),
+    (SpecAttnDraftModel, {"draft_weights": "int4"}, "qwen3", True),
 ]
 
 
-@pytest.mark.parametrize(("draft", "settings", "kind", "samples"), few(CASES, 3))
+@pytest.mark.parametrize(("draft", "settings", "kind", "samples"), few(CASES, 4))
 def test_the_text_is_that_of_the_target(draft, settings, kind, samples):
     """Greedy the text of `generate`; sampled with coupled noise the text of the same loop without a copy."""
     if kind == "qwen3_5_text":  # the copy also runs recurrences, on copies of the target's states
         model = build(kind, 0)
     else:
-        model = tiny_target(kind, **(SIZES if kind == "llama" else {}))
+        model = tiny_target(kind, **{"llama": SIZES, "qwen3": ODD_SIZES}.get(kind, {}))
     ids, mask = tiny_prompts(128, [31, 9, 44])
     how = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": samples, "pad_token_id": 0}
     made = draft.from_target(model, **settings, **FREE, **({"acceptance": "coupled"} if samples else {}))
@@ -155,13 +193,25 @@ def quantized(model):
     return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
 
 
+def of_another_class(model):
+    """With layers of which only their own forward is known to be right."""
+
+    class OwnLinear(torch.nn.Linear):
+        pass
+
+    for module in model.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.__class__ = OwnLinear
+    return model
+
+
 # the successor of torch's own quantization is another package
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
 @pytest.mark.parametrize(
     ("kind", "sizes", "weights", "change", "message"),
     [
         ("llama", SIZES, "int2", None, "draft_weights='int2': expected None or one of int8, int4"),
-        ("llama", {}, "int4", None, "no linear layer of LlamaForCausalLM has a size"),
+        ("llama", {}, "int4", of_another_class, "LlamaForCausalLM has no linear layer but the head"),
         ("llama", SIZES, "int4", quantized, "quantized already"),
         ("llama", SIZES, lambda: tiny_target("llama", num_hidden_layers=3, **SIZES), None, "num_hidden_layers=3"),
     ],
