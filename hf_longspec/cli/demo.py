@@ -7,6 +7,7 @@ keys and values the other drafts and the loop without a draft begin with.
 import inspect
 import statistics
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -92,12 +93,18 @@ def compare(
     texts = {name: judge(loaded.model, prompt.ids, calls[name], calls[HF]) for name in methods}
     rows = rows_of(record_of(calls[name], prompt.ids.shape[1], name, 0, texts[name]) for name in methods)
     show(rows)
+    if runs_in_one_thread(loaded):
+        say("One thread: speeds count the time of the processor, without that of other programs.")
     if wrong := [name for name in methods if texts[name] in FAILED]:
         say(f"Wrong text: {', '.join(wrong)}. Please report this.")
     else:
         best = max((row for row in rows if row["method"] in drafts), key=lambda row: row["ratio_to_generate"]["median"])
         say(f"{best['method']}: {best['ratio_to_generate']['median']:.1f}x generate, text {best['text']}.\n")
     return bool(wrong)
+
+
+def runs_in_one_thread(loaded: LoadedModels) -> bool:
+    return loaded.device.type == "cpu" and torch.get_num_threads() == 1
 
 
 def questions(loaded: LoadedModels, most: int) -> tuple[str, list[DemoPrompt]]:
@@ -167,7 +174,8 @@ def measure(
 ) -> Measurement:
     """Measure one way to continue a prompt, under a bar; with `shown` the text is printed as it comes.
 
-    Plain `generate` reads the prompt into the cache of its own. The other calls begin with what `prefixes` has.
+    Plain `generate` reads the prompt into the cache of its own. The other calls begin with what `prefixes` has. One
+    thread of a processor is timed without other programs, which slow some calls more than others.
     """
     ids = prompt.ids
     cache = None if isinstance(method, HfMethod) else prefixes.take(ids)
@@ -187,6 +195,7 @@ def measure(
             tokens=tokens,
             seed=0,
             cache=cache,
+            now=time.thread_time if runs_in_one_thread(loaded) else time.perf_counter,
             on_arrival=arrived,
             text=FileStreamer(loaded.tokenizer, sys.stdout) if shown else None,
         )

