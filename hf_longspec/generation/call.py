@@ -5,6 +5,7 @@ they fit and only this call cannot use the draft. The setting `on_unsupported` o
 then runs without the draft or is an error. What only some calls need is a special case, see `special_case.py`.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import chain
@@ -18,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
 
 from .cache import CACHE_NAME, SpeculativeCache
 from .compiled.compiled_steps import runner_of
@@ -60,7 +62,7 @@ KNOWN_MODEL_KWARGS = {
 # Names of special cases, in the order in which their reasons are looked for.
 USER_CACHE, PROCESSORS = f"{CACHE_NAME} with tokens", "logits processors"
 IMAGES, HOOKS, GRAMMAR = "inputs beside the tokens", "forward hooks", "a grammar"
-PACKED = "packed weights"
+PACKED, HALF_PRECISION, PROMPT_PROGRESS = "packed weights", "half precision on a CPU", "a progress bar"
 # Number of weights from which products on a CPU are worth packing.
 LARGE = 2**20
 # The targets and settings for which drafts were last checked.
@@ -134,6 +136,8 @@ class Call:
             IMAGES: has_axes or any(value is not None for value in others),
             HOOKS: self.target.has_hooks and self.draft.setting("check_target"),
             PACKED: self.draft.setting("compile") == "auto" and self._is_large_on_cpu(),
+            HALF_PRECISION: self.target.model.dtype.itemsize == 2 and self._is_large_on_cpu(),
+            PROMPT_PROGRESS: _shows_bars(),
         }
         return [name for name, is_present in cases.items() if is_present] + self.target.special_cases
 
@@ -257,6 +261,11 @@ def refuse_positions(
             f"{tuple(tokens.shape)}, from {apart}. Drop position_ids, and pass the whole text also on a second turn, "
             "or its new tokens with attention_mask of the whole."
         )
+
+
+def _shows_bars() -> bool:
+    """Return whether standard error is a terminal, and transformers' progress bars are on."""
+    return sys.stderr is not None and sys.stderr.isatty() and bool(logging.is_progress_bar_enabled())
 
 
 class Prompts:

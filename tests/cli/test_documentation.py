@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from hf_longspec.cli import demo
 from hf_longspec.cli.app import app
 from tests.docs.blocks import blocks_of, read
 from tests.docs.test_commands import examples_of
@@ -43,6 +44,7 @@ def folder(tiny, tmp_path_factory):
 @pytest.mark.parametrize("line", EXAMPLES + HELPED)
 def test_an_example_runs(command, folder, monkeypatch, line):
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(demo, "HOME", folder)
     (program, name, *words), text = shlex.split(line), None
     if "<" in words:
         words, text = words[: words.index("<")], Path(words[-1]).read_text()

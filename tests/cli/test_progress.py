@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from transformers.utils import logging
 
 from hf_longspec.cli import progress
 from tests.cli.conftest import run_command
@@ -13,10 +14,12 @@ from tests.tiny_targets import tiny_target
 def test_the_prompt_is_counted_in_tokens():
     model = tiny_target("llama")
     bar = progress.PromptProgress(model, 48, "Generating", 8, rows=2)
+    assert not logging.is_progress_bar_enabled()  # that of the call would be a second one
     with torch.no_grad():
         model(torch.ones(1, 24, dtype=torch.long))
     assert str(bar).startswith("Generating, reading the prompt:  50%") and "24 of 48 tokens" in str(bar)
     bar.arrived(1)
+    assert logging.is_progress_bar_enabled()
     model(torch.ones(1, 24, dtype=torch.long))
     assert str(bar).startswith("Generating:  25%") and "2 of 8 tokens" in str(bar)
     bar.close()

@@ -18,6 +18,7 @@ from tests.docs.blocks import PAGES, PROJECT, blocks_of, lasting
 from tests.pairwise import few
 
 HUB = {"Qwen/Qwen3-0.6B": "tiny-target", "Qwen/Qwen3-8B": "tiny-target", "org/model": "tiny-target"}
+HUB |= {"HuggingFaceTB/SmolLM2-135M-Instruct": "tiny-target"}
 HUB |= {"org/longspec-draft": "tiny-longspec", "org/tokenswift-heads": "tiny-tokenswift"}
 SIZES = [
     (re.compile(r"(max_new_tokens\"?(?:=|: ))[\d_]+"), r"\g<1>8"),
@@ -97,8 +98,7 @@ def test_a_page_shows_what_its_blocks_print(page, shown_outputs, checkout, monke
     names, count = {}, 0
     for block, shown in pairwise(blocks_of(page)):
         if (block.language, shown.language) == ("python", "text"):
-            code = block.code.replace('dtype="auto"', 'dtype="float32"')  # as the page says of its output
-            exec(compile("\n" * (block.line - 1) + code, page, "exec"), names)  # noqa: S102 - our own page
+            exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), names)  # noqa: S102 - our own page
             (words, taus), (printed, measured) = map(lasting, (shown.code, capsys.readouterr().out))
             assert words == printed and taus == pytest.approx(measured, rel=0.05)
             count += 1

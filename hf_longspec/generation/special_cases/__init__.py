@@ -7,11 +7,13 @@ from ..special_case import MODES, SPECIAL_CASES
 from .forward_check import FirstChecks, Hooks
 from .gate import Gate
 from .grammar import Grammars
+from .half_precision import HalfPrecision
 from .images import Inputs
 from .masked import LAYERS_OF_INDEXERS, MASKED
 from .packed_products import PackedProducts
 from .parallel import Parallel
 from .processors import Processors
+from .prompt_progress import PromptProgress
 from .recurrent_states import LAYERS_OF_STATES, RECURRENT
 from .rotary_limit import RotaryFrequencies
 from .trial import HYBRID
@@ -23,6 +25,6 @@ def register_special_cases() -> None:
     MODES[:] = RECURRENT, MASKED, HYBRID  # the last one takes all targets
     LAYERS.update(LAYERS_OF_STATES | LAYERS_OF_INDEXERS)
     calls = UserCaches, Processors, Grammars, Inputs, FirstChecks, Hooks
-    targets = RotaryFrequencies, Parallel, PackedProducts
+    targets = RotaryFrequencies, Parallel, PackedProducts, HalfPrecision, PromptProgress
     cases: tuple[Any, ...] = *calls, *targets, Gate
     SPECIAL_CASES.update((each.case, each()) for each in cases if each.case not in SPECIAL_CASES)
