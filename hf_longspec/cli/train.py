@@ -134,8 +134,8 @@ def measure_tau(trainer: DraftTrainer, rows: Any) -> HeldOut | None:
                     draft = AutoModel.from_pretrained(trainer.args.output_dir, dtype=trainer.target.dtype)
             measured = measure(draft, trainer.target, rows, trainer.encoder)
             if measured is not None and trainer.model is trainer.draft:
-                draft.config.mean_acceptance_length = round(measured.tau, 2)  # the gate begins with it
-                draft.config.save_pretrained(trainer.args.output_dir)
+                trainer.draft.config.mean_acceptance_length = round(measured.tau, 2)  # the gate begins with it
+                trainer.draft.config.save_pretrained(trainer.args.output_dir)
             reason = "the held-out rows are too short, or the target ends them at once"
         except Exception as error:  # the draft is saved, whatever keeps this target from decoding here
             reason = one_line(error)

@@ -62,6 +62,7 @@ class NgramDraftModel(DraftModel):
         sizes = self.setting("ngram_size"), self.setting("ngram_memory")
         if not sizes[1]:
             return None
+        self.declared["ngram_memory"].check("ngram_memory", sizes[1])  # tables of this size are made
         if self._memory.sizes != sizes:  # in place, as copies with settings of their own share it
             self._memory.resize(*sizes, self._memory.index.text)
         return self._memory
@@ -102,14 +103,15 @@ class NgramDraftModel(DraftModel):
         """Return a saved draft with the texts that it remembered."""
         draft, info = super()._load(path, *args, **kwargs)
         hub = of_hub(kwargs) | {"_raise_exceptions_for_missing_entries": False}
-        file = cached_file(path, MEMORY, **hub) if draft.memory else None
+        file = cached_file(path, MEMORY, **hub) if draft.setting("ngram_memory") else None
         if file is not None:
             with readable_errors(path):
                 tokens = load_file(file).get("tokens", torch.empty(0))
             size = draft.config.vocab_size
             if tokens.dtype != torch.int32 or tokens.dim() != 1 or ((tokens < SEPARATOR) | (tokens >= size)).any():
                 raise ValueError(f"{file} does not hold a list of token ids below {size}. Delete it, or save it again.")
-            draft._memory = TextMemory(*draft._memory.sizes, tokens.tolist())
+            if (memory := draft.memory) is not None:
+                draft._memory = TextMemory(*memory.sizes, tokens.tolist())
         return draft, info
 
     def make_drafter(self, binding: Binding) -> Drafter:
