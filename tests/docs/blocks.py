@@ -38,7 +38,7 @@ def blocks_of(page: str) -> list[Block]:
 # What differs from run to run in a line about a call: its speed, and the counts where the gate pauses drafting.
 TAU = re.compile(r"(?<=tau )\d+\.\d+")
 CHANGING = re.compile(
-    r" *\d+ plain steps,|, on a busy machine \(.*?\)|"
+    r" *\d+ plain steps,|, on a busy machine \(.*?\)|, [\d.]+x of no draft|"
     r" *(?<![\w.])\d[\d./]*(?= verifications| drafted tokens| tokens/s|x generate| s of prefill)"
 )
 
