@@ -13,7 +13,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_longspec import Batcher, Drafter, NgramDraftModel, PlainDraftModel, PrefixCache
+from hf_longspec import Batcher, Drafter, LongSpecDraftModel, NgramDraftModel, PlainDraftModel, PrefixCache
 from hf_longspec.batching import slots
 from hf_longspec.generation import target as of_target
 from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
@@ -333,6 +333,19 @@ def test_requests_are_fair_by_arrival_and_prompts_are_read_in_chunks_between_ste
     assert running.count("c") >= 7 and "ccc" not in running and running.count("cc") <= 1
     begins = [stream.times[1] for stream in streams]
     assert begins == sorted(begins)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_draft_with_some_of_the_tokens(llama, sampled):
+    """What it ranks are tokens of the target, whose noise and processors may differ between rows."""
+    draft = LongSpecDraftModel.from_target(llama, draft_vocab_size=VOCAB // 2)
+    draft.set_vocabulary(list(range(VOCAB // 2)), llama)
+    how = {"max_new_tokens": 20, "eos_token_id": NEVER, "do_sample": sampled}
+    ids = [prompt(length) for length in (25, 9)]
+    expected = [alone(llama, draft, text, seed=row, **how) for row, text in enumerate(ids)]
+    with Batcher(llama, draft, rows=2, max_length=64) as batcher:
+        futures = [batcher.submit(text, seed=row, **how) for row, text in enumerate(ids)]
+        assert all(torch.equal(future.result(), text) for future, text in zip(futures, expected, strict=True))
 
 
 def test_short_prompts_take_their_slots_together(llama, monkeypatch):
