@@ -135,12 +135,13 @@ class Call:
             PROCESSORS: not all(map(is_history_free, self.logits_processor)),
             IMAGES: has_axes or any(value is not None for value in others),
             HOOKS: self.target.has_hooks and self.draft.setting("check_target"),
-            PACKED: self.draft.setting("compile") == "auto" and self._is_large_on_cpu(),
-            HALF_PRECISION: self.target.model.dtype.itemsize == 2 and self._is_large_on_cpu(),
+            PACKED: self.draft.setting("compile") == "auto" and self._is_large_on_cpu,
+            HALF_PRECISION: self.target.model.dtype.itemsize == 2 and self._is_large_on_cpu,
             PROMPT_PROGRESS: _shows_bars(),
         }
         return [name for name, is_present in cases.items() if is_present] + self.target.special_cases
 
+    @cached_property
     def _is_large_on_cpu(self) -> bool:
         parameters = list(self.target.model.parameters())
         return {part.device.type for part in parameters} == {"cpu"} and sum(map(torch.numel, parameters)) >= LARGE

@@ -303,12 +303,10 @@ def drafted_tokens(
         tokens.append(scores.argmax(-1) if noise is None else gumbel_max_sample(scores, noise[depth]))
         if rule is not None and not rule.history_free:
             rule.try_out(depth, tokens[-1])
-        if with_q:
+        if with_q or gate is not None:
             distributions.append(scores.softmax(-1))
-        if gate is not None:
-            shares = scores.softmax(-1).gather(1, tokens[-1][:, None])
-            if not gate.goes_on(shares[:, 0].tolist()):
-                break
+        if gate is not None and not gate.goes_on(distributions[-1].gather(1, tokens[-1][:, None])[:, 0].tolist()):
+            break
     if gate is not None:  # whether a drawn token is verified must not depend on the token
         count = gate.kept(may_cut=not with_q)
     return torch.stack(tokens[: count + 1], 1), chain_q(distributions) if with_q else None

@@ -47,8 +47,9 @@ OF_CODE = (
     "```python\n{text}\n```\nWrite this code again with type annotations.",
 )
 TEXTS = (".txt", ".md", ".rst")
-# Modules that benchmarks read.
-HELD_OUT = {"argparse", "inspect", "statistics", "tarfile", "turtle", "typing", "zipfile", "decimal", "_pydecimal"}
+# `HELD_OUT` of train_tiny_target.py, whose modules are the evaluation's, and one more that benchmarks read.
+HELD_OUT = {"argparse", "statistics", "tarfile", "turtle", "typing", "zipfile", "decimal", "_pydecimal", "mailbox"}
+HELD_OUT |= {"inspect"}
 
 
 def users(args: argparse.Namespace) -> Iterator[dict[str, str]]:
