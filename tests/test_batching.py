@@ -26,7 +26,7 @@ from tests.modeling.test_contract import NGRAMS, PARTIAL, draft_of
 from tests.pairwise import few, pairwise, soaked
 from tests.robustness.enumeration import build
 from tests.tiny_targets import tiny_target
-from tests.watching import before
+from tests.watching import before as called_before
 
 VOCAB = 12
 GREEDY = {"do_sample": False}
@@ -34,6 +34,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 8}
 OTHERS = {"do_sample": True, "temperature": 1.2, "repetition_penalty": 1.1, "top_p": 0.9}
 # Settings of the requests of a test, in turn. Rows of the same settings are processed together, others row by row.
 MIXES = {"greedy": [GREEDY], "sampled": [SAMPLED], "mixed": [GREEDY, SAMPLED, OTHERS]}
+HOW_LONG = {"eos_token_id": NEVER, "pad_token_id": 0}
 LENGTHS, NEW = (21, 3, 13, 1, 30), (12, 17, 5, 9, 1)
 KINDS = [
     (None, {}),
@@ -84,7 +85,7 @@ def check_requests(model, draft, mix, rows):
     with Batcher(model, draft, rows=rows, max_length=50, chunk_size=8) as batcher:
         loop = batcher._session
         futures = [batcher.submit(ids, seed=row, **how) for row, (ids, how) in enumerate(requests(mix))]
-    assert batcher._session is loop  # nothing made it anew
+    assert batcher._loops[rows] is loop  # nothing made it anew
     for row, (ids, how) in enumerate(requests(mix)):
         torch.manual_seed(row)
         assert torch.equal(futures[row].result(), model.generate(ids, assistant_model=beside, **how)), row
@@ -138,9 +139,9 @@ def test_agents_that_alternate_read_new_tokens_alone(name, kind, monkeypatch):
     """
     model = tiny_target(name, vocab_size=VOCAB) if name in ("llama", "gemma3") else build(name, 0)
     draft, prefixes, read = draft_of(kind, model), PrefixCache(model, PLENTY), []
-    before(monkeypatch, TargetView, "prefill", lambda view, tokens, *args: read.append(tokens.shape[1]))
+    called_before(monkeypatch, TargetView, "prefill", lambda view, tokens, *args: read.append(tokens.shape[1]))
     examined = []
-    before(monkeypatch, of_target, "known_of", lambda *_: examined.append(threading.current_thread().name))
+    called_before(monkeypatch, of_target, "known_of", lambda *_: examined.append(threading.current_thread().name))
     starts = [prompt(SYSTEM, 100 * agent + 1) for agent in range(3)]
     texts, how = starts, GREEDY | {"max_new_tokens": 7, "eos_token_id": NEVER}
     end_of_chunk = SYSTEM // 8 * 8 if TargetView(model).has_states else SYSTEM
@@ -286,12 +287,11 @@ class Gate(BaseStreamer):
         self.has_ended = True
 
 
-def test_a_cancelled_request_frees_its_slot_before_the_next_step(llama):
+def test_a_cancelled_request_frees_its_slot_before_the_next_step(llama, monkeypatch):
     gate, how = Gate(), {"max_new_tokens": 200, "eos_token_id": NEVER}
     with Batcher(llama, rows=1, max_length=300) as batcher:
         steps = []
-        iterate = batcher._session.iterate
-        batcher._session.iterate = lambda: steps.append(batcher._session.slots[0]) or iterate()
+        called_before(monkeypatch, slots.SlotSession, "iterate", lambda session: steps.append(session.slots[0]))
         running = batcher.submit(prompt(5), streamer=gate, **how)
         waiting = batcher.submit(prompt(6), **how)
         after = batcher.submit(prompt(7), max_new_tokens=3, eos_token_id=NEVER)
@@ -319,8 +319,7 @@ def test_requests_are_fair_by_arrival_and_prompts_are_read_in_chunks_between_ste
     gate, how = Gate(), {"max_new_tokens": 40, "eos_token_id": NEVER}
     streams = [Tokens() for _ in range(3)]
     with Batcher(llama, rows=2, max_length=128, chunk_size=8) as batcher:
-        iterate = batcher._session.iterate
-        batcher._session.iterate = lambda: events.append("step") or iterate()
+        called_before(monkeypatch, slots.SlotSession, "iterate", lambda _: events.append("step"))
         first = batcher.submit(prompt(3), streamer=gate, **how)
         assert gate.reached.wait(30)
         futures = [batcher.submit(prompt(50 - row), streamer=stream, **how) for row, stream in enumerate(streams)]
@@ -360,8 +359,7 @@ def test_short_prompts_take_their_slots_together(llama, monkeypatch):
     monkeypatch.setattr(Batcher, "_take_slot", see)
     gate, how = Gate(), {"max_new_tokens": 20, "eos_token_id": NEVER}
     with Batcher(llama, rows=4, max_length=64, chunk_size=16) as batcher:
-        iterate = batcher._session.iterate
-        batcher._session.iterate = lambda: events.append("step") or iterate()
+        called_before(monkeypatch, slots.SlotSession, "iterate", lambda _: events.append("step"))
         first = batcher.submit(prompt(3), streamer=gate, **how)
         assert gate.reached.wait(30)
         futures = [batcher.submit(prompt(length), **how) for length in (4, 5, 6)]
@@ -517,3 +515,29 @@ def test_random_clients_cancels_and_failures_leave_no_memory(llama):
                 batcher.run_alone(gc.collect).result()  # when all slots are free
                 counts.append(sum(isinstance(x, torch.Tensor | SpeculationStats) for x in gc.get_objects()))
     assert max(counts[2:]) <= counts[1] + 50, counts
+
+
+@pytest.mark.parametrize(
+    "kind", [("longspec_ngram", {}), ("specattn", {}), ("tokenswift", PARTIAL), ("longspec_assistant", {})], ids=str
+)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_step_computes_as_many_rows_as_there_are_requests(kind, name, monkeypatch):
+    """Requests that run move to a loop of more rows when others come, and of fewer ones when these have ended."""
+    monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", lambda drafter, *_: FlippingGate(drafter))
+    model = tiny_target(name, vocab_size=VOCAB)
+    draft, sizes = draft_of(kind[0], model, **kind[1]), []
+    called_before(monkeypatch, slots.SlotSession, "iterate", lambda session: sizes.append(len(session.slots)))
+    long, short = HOW_LONG | {"max_new_tokens": 150}, HOW_LONG | {"max_new_tokens": 8}
+    gate = Gate()
+    with Batcher(model, draft, rows=6, max_length=200) as batcher:
+        first = batcher.submit(prompt(5), streamer=gate, seed=5, **long | SAMPLED)
+        assert gate.reached.wait(60)
+        assert set(sizes) <= {1}
+        others = [batcher.submit(prompt(6 + row), seed=6 + row, **short) for row in range(5)]
+        gate.opened.set()
+        beside = PlainDraftModel.from_target(model)
+        for length, request in enumerate([first, *others], 5):
+            how = long | SAMPLED if request is first else short
+            assert torch.equal(request.result(60), alone(model, beside, prompt(length), length, **how)), length
+    assert max(sizes) == 6 and sizes[-1] == 1  # with all six, and with the last one
+    assert set(sizes) <= {1, 2, 4, 6}

@@ -43,6 +43,7 @@ class Request(Future):
 
     speculation: SpeculationStats | None = None
     reused: int = 0
+    is_shared = False  # whether other requests have its prompt
     _has_ended = False
 
     def __init__(self, work: Callable[..., Any], streamer: Any = None, is_alone: bool = False, forced: int = 0):
@@ -146,13 +147,23 @@ class Batcher:
         self._running: dict[int, Request] = {}  # by slot
         self._reading: Reading | None = None
         self._session: Any = None  # the loop; `None` after an error, until a request needs it
+        self._loops: dict[int, SlotSession] = {}  # by number of slots
         self._changed, self._is_closed, self._process = Condition(), False, os.getpid()
         begun: Future[None] = Future()
         self._thread = Thread(target=self._run, args=(begun,), name="hf_longspec.Batcher", daemon=True)
         self._thread.start()
         begun.result()
 
-    def submit(self, input_ids: Any, *, streamer: Any = None, seed: int | None = None, **settings: Any) -> Request:
+    def submit(
+        self,
+        input_ids: Any,
+        *,
+        streamer: Any = None,
+        seed: int | None = None,
+        on_logits: Callable[[torch.Tensor], None] | None = None,
+        is_shared: bool = False,
+        **settings: Any,
+    ) -> Request:
         """Add a request, and return its future. Any thread may call it.
 
         Args:
@@ -161,6 +172,11 @@ class Batcher:
                 ended after a failure or cancellation, too.
             seed (`int`, *optional*): Seed of sampling: the text is that of `generate` after `torch.manual_seed(seed)`,
                 unless the draft accepts by rejection, where it also depends on what is drafted.
+            on_logits (`Callable[[torch.Tensor], None]`, *optional*): Gets the target's logits `(n, vocab_size)` of the
+                next tokens, before processors and before the streamer gets the tokens. A text may end before the last
+                of them.
+            is_shared (`bool`, *optional*): Whether other requests have the same prompt, which `prefixes` then stores
+                once it was read.
             settings: Arguments of `generate`, such as `max_new_tokens`, `do_sample` or `logits_processor`.
 
         Raises:
@@ -178,8 +194,10 @@ class Batcher:
         settings["attention_mask"] = torch.ones_like(ids)  # a padding token in a prompt is a token
         arguments = self._prepared(ids, settings)
         has_grammar = any(map(is_grammar, arguments["logits_processor"]))
-        work = partial(self._opened, arguments, streamer, source)
-        return self._add(Request(work, streamer, forced=self._forced if has_grammar else 0))
+        work = partial(self._opened, arguments, streamer, source, on_logits)
+        request = Request(work, streamer, forced=self._forced if has_grammar else 0)
+        request.is_shared = is_shared
+        return self._add(request)
 
     def run_alone(self, function: Callable[[], Any]) -> Request:
         """Run a function on the thread of the model, in its turn, when no request runs; return its future."""
@@ -281,7 +299,12 @@ class Batcher:
         return arguments
 
     def _opened(
-        self, arguments: dict[str, Any], streamer: Any, source: torch.Generator | None, target: TargetView
+        self,
+        arguments: dict[str, Any],
+        streamer: Any,
+        source: torch.Generator | None,
+        on_logits: Callable[[torch.Tensor], None] | None,
+        target: TargetView,
     ) -> RowSession:
         """Return the session of a request for the target as it is, or refuse the request."""
         names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
@@ -296,17 +319,57 @@ class Batcher:
         if (reason := call.why_not()) is not None:
             raise ValueError(f"{reason} Or call generate() for this prompt.")
         call.more_nodes = self._session.call.more_nodes
-        session = RowSession(call, self.max_length, source)
+        session = RowSession(call, self.max_length, source, on_logits)
         if streamer is not None:
             streamer.put(own[0].cpu())
         return session
 
     def _begun(self, forced: int = 0) -> SlotSession:
-        """Return a loop of free slots, whose trees have room for so many `forced` tokens."""
+        """Return the first loop of free slots, whose trees have room for so many `forced` tokens."""
+        self._loops.clear()
         gc.collect()  # caches of an earlier loop, for which there may be no memory beside those of this one
-        calls = [self._empty_call(count, forced) for count in (self.rows, 1)]
-        with calls[0].target.lock():
-            return SlotSession(*calls)
+        return self._loop(self.rows, forced)
+
+    def _loop(self, rows: int, forced: int) -> SlotSession:
+        """Return the loop of so many slots."""
+        if rows not in self._loops:
+            calls = [self._empty_call(count, forced) for count in (rows, 1)]
+            with calls[0].target.lock():
+                self._loops[rows] = SlotSession(*calls)
+        return self._loops[rows]
+
+    @property
+    def _slots(self) -> int:
+        """Number of slots of the loop that the present requests need.
+
+        On CPUs, a step of free slots takes time. So the loop has a power of two of them there: the next larger one when
+        it is needed, and a smaller one when three of four slots are free.
+        """
+        present: int = len(self._session.slots)
+        if self.target.device.type != "cpu":
+            return present
+        requests = len(self._running) + (self._reading is not None and self._reading.is_ready)
+        needed = min(self.rows, 1 << max(0, requests - 1).bit_length())
+        return present if present // 4 < needed <= present else needed
+
+    def _fit(self) -> None:
+        """Let the requests in slots go on in the loop that has as many as they need."""
+        old, rows = self._session, self._slots
+        if rows == len(old.slots):
+            return
+        with old.attention():
+            old.settle()
+            self._end_done()
+        new, forced = self._loop(rows, old.call.more_nodes), old.call.more_nodes
+        if not new.fits(old.target, forced):  # the target was changed meanwhile
+            del self._loops[rows]
+            new = self._loop(rows, forced)
+        moved = dict(enumerate(sorted(self._running)))
+        with new.attention():
+            for place, row in moved.items():
+                old.hand_over(row, new, place)
+        self._running = {place: self._running[row] for place, row in moved.items()}
+        self._session = new
 
     @torch.no_grad()
     def _run(self, begun: "Future[None]") -> None:
@@ -336,6 +399,10 @@ class Batcher:
         """End the requests in slots by an error, after which the loop is made anew."""
         traceback.clear_frames(error.__traceback__)  # they hold the loop, and a future the error
         self._session = None
+        self._loops.clear()
+        if not self._running and self._reading is not None:  # it would meet the same error again
+            self._reading.request.end(error=error)
+            self._reading = None
         while self._running:
             self._running.popitem()[1].end(error=error)
 
@@ -366,16 +433,19 @@ class Batcher:
             if self._session is not None:
                 with self._session.attention():
                     self._emit_first()
+                self._fit()
+                with self._session.attention():
                     self._take_slot()
             if room <= 0 or not self._has_chunk:
                 break
         if self._session is None:
             return
+        self._fit()
         with self._session.attention():
             while self._running:
                 self._step()
                 self._take_slot()
-                if self._has_chunk:
+                if self._has_chunk or self._slots != len(self._session.slots):
                     return
 
     @property
@@ -393,7 +463,10 @@ class Batcher:
             return 1
         before = reading.session.cache.counts[0]
         with self._alone(reading.request):
+            session = reading.session
             reading.tails = next(reading.chunks) or None
+            if reading.tails and reading.request.is_shared and self.prefixes is not None:
+                self.prefixes.put(session.call.tokens, session.cache, session.states)
         return max(1, reading.session.cache.counts[0] - before)
 
     def _open(self, request: Request) -> None:
@@ -430,7 +503,7 @@ class Batcher:
 
     def _take_slot(self) -> None:
         """Let the request that was read take a slot, if one is free."""
-        free = next((row for row in range(self.rows) if row not in self._running), None)
+        free = next((row for row in range(len(self._session.slots)) if row not in self._running), None)
         if (reading := self._reading) is None or not reading.is_ready or free is None:
             return
         with self._alone(reading.request):
@@ -445,6 +518,10 @@ class Batcher:
             self._leave(row)
         if self._running:
             self._session.iterate()
+        self._end_done()
+
+    def _end_done(self) -> None:
+        """End the requests whose texts have ended."""
         for row in [row for row in self._running if self._session.sequences.done[row]]:
             self._leave(row)
 

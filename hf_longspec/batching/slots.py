@@ -56,6 +56,7 @@ class RowSession(Session):
         call ([`Call`]): A call of one row, which can use the draft, with a [`LentCache`].
         max_length (`int`): Most tokens of a row of the loop, which may be more than those of the request.
         source (`torch.Generator`, *optional*): From which the noise of the request is seeded; by default torch's own.
+        on_logits (`Callable`, *optional*): See [`Batcher.submit`].
 
     Attributes:
         error (`BaseException`, *optional*): What ended the request.
@@ -64,12 +65,13 @@ class RowSession(Session):
 
     joined_at = 0.0, 0.0  # times of the loop when the request took its slot
 
-    def __init__(self, call: Call, max_length: int, source: torch.Generator | None = None):
+    def __init__(self, call: Call, max_length: int, source: torch.Generator | None = None, on_logits: Any = None):
         self.error: BaseException | None = None
         self.states: dict[int, dict[str, torch.Tensor]] = {}
         self._source, self._limit = source, call.max_length
         call.max_length = max_length
         super().__init__(call)
+        self.on_logits, self.outputs = on_logits, SlotOutputs([self])
         self.coupling = self.rule.coupling()
         self.grammar = next(filter(is_grammar, self.rule.processors), None)
 
@@ -161,6 +163,22 @@ class SlotSequences:
         """Emit the tokens of each row up to its stop, and return how many each row emitted."""
         rows = zip(self.slots, accepted, strict=True)
         return [slot.append(tokens) if slot is not None and tokens else 0 for slot, tokens in rows]
+
+
+class SlotOutputs:
+    """What is told of the tokens of requests beside the tokens, as the loop uses [`Outputs`]."""
+
+    wants_scores = False
+
+    def __init__(self, slots: Slots):
+        self.slots = slots
+
+    def keep(self, scores: Any, logits: torch.Tensor, path: torch.Tensor, counts: list[int]) -> None:
+        """Tell each request that wants them the logits of the tokens that a step has accepted."""
+        for row, (slot, count) in enumerate(zip(self.slots, counts, strict=True)):
+            if count and slot is not None and slot.on_logits is not None:
+                with slot.alone():
+                    slot.on_logits(logits[row].index_select(0, path[row, :count].to(logits.device)))
 
 
 class SlotRule:
@@ -280,8 +298,7 @@ class SlotRule:
         for row, slot in self.live:
             one = slice(row, row + 1)
             with slot.alone():
-                # a greedy row has drafted its best tokens, beside rows that have drawn theirs
-                q = tree.q[one] if tree.q is not None and slot.rule.do_sample else None
+                q = None if tree.q is None else tree.q[one]
                 of_row = replace(tree, tokens=tree.tokens[one], parents=tree.parents[one], valid=tree.valid[one], q=q)
                 if self.host_tree[0] is tree:
                     slot.rule.host_tree = of_row, [field[one] for field in self.host_tree[1]]
@@ -342,8 +359,11 @@ class SlotSession(Session):
         lent ([`SpeculativeCache`]): The cache of the request whose prompt is read.
     """
 
+    gated: Any = None  # the drafter, if it has a gate
+
     def __init__(self, call: Call, empty: Call):
         super().__init__(call)
+        self.outputs = SlotOutputs(self.slots)
         tails = self.prefill()
         with self.attention():
             self.seed(tails)
@@ -374,7 +394,11 @@ class SlotSession(Session):
         drafter = SlotDrafter(drafter, self.slots, self.rule, count) if count else drafter
         if PACKED in self.call.special_cases:
             drafter = SPECIAL_CASES[PACKED].drafter(drafter, self)
-        return SPECIAL_CASES[GATE].drafter(drafter, self) if self.draft.setting("gate") else drafter
+        if not self.draft.setting("gate"):
+            return drafter
+        gated = SPECIAL_CASES[GATE].drafter(drafter, self)
+        self.gated = None if gated is drafter else gated
+        return gated
 
     def make_rows(self, input_ids: torch.Tensor) -> tuple[Any, Any]:
         """Return the sequences and the token rules of slots that are free."""
@@ -390,17 +414,33 @@ class SlotSession(Session):
         with self.target.attention(), self.drafter.attention():
             yield
 
-    def put(self, row: int, one: RowSession | None) -> None:
-        """Let a request take a slot, or nothing."""
-        source = one or self.free
-        source.joined_at = self.stats.draft_seconds, self.stats.verify_seconds
-        self.cache.take_row(row, source.cache)
-        self.drafter.take(row, source.drafter)
-        self.root = self.root.index_copy(0, torch.tensor([row], device=self.root.device), source.root)
+    def put(self, row: int, one: RowSession | None, source: Any = None, of: int = 0) -> None:
+        """Let a request take a slot, or nothing. Its state is that of its session, or in slot `of` of another loop."""
+        source = source or one or self.free
+        self.cache.take_row(row, source.cache, of)
+        self.drafter.take(row, source.drafter, of)
+        root = source.root[of : of + 1].to(self.root.device)
+        self.root = self.root.index_copy(0, torch.tensor([row], device=root.device), root)
         self.slots[row] = one
         if one is not None:
-            one.stats.draft_state_bytes = one.drafter.state_bytes
-            one.drafter = None  # its state was copied
+            one.joined_at = self.stats.draft_seconds, self.stats.verify_seconds
+            if source is one:
+                one.stats.draft_state_bytes = one.drafter.state_bytes
+                one.drafter = None  # its state was copied
+
+    def settle(self) -> None:
+        """Let the drafter know all that was emitted, so that its state is that of the texts."""
+        if self.gated is not None and not self.gated.is_ready and not self.sequences.finished:
+            self.gated.is_awaited = True
+            self.iterate()
+            self.gated.is_awaited = False
+
+    def hand_over(self, row: int, other: "SlotSession", place: int) -> None:
+        """Let the request of a slot go on in a slot of another loop, after [`SlotSession.settle`]."""
+        one = self.timed(row)
+        other.put(place, one, self, row)
+        self.slots[row] = None
+        self.put(row, None)
 
     def cache_of(self, row: int) -> SpeculativeCache:
         """Return a cache of one row, which shares the tensors of the loop's until it is written to."""
@@ -411,6 +451,6 @@ class SlotSession(Session):
         """Return the request in a slot, with its part of the times."""
         one = self.slots[row]
         drafted, verified = one.joined_at
-        one.stats.draft_seconds = self.stats.draft_seconds - drafted
-        one.stats.verify_seconds = self.stats.verify_seconds - verified
+        one.stats.draft_seconds += self.stats.draft_seconds - drafted
+        one.stats.verify_seconds += self.stats.verify_seconds - verified
         return one

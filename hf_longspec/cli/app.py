@@ -165,10 +165,20 @@ def serve(
     cache_memory: Annotated[
         int, number(0, "MiB of memory for the keys and values of earlier texts, beside those of the last one.")
     ] = 2048,
-    rows: Annotated[int, number(1, "Requests that are decoded at once.", most=options.MOST_ROWS)] = 1,
-    max_length: Annotated[
-        int | None, number(3, "Tokens of a text with --rows, prompt included. Default: the model's positions.")
+    rows: Annotated[
+        int | None,
+        number(1, "Requests that are decoded at once. Default: 8, or what a GPU has room for.", most=options.MOST_ROWS),
     ] = None,
+    max_length: Annotated[
+        int | None, number(3, "Tokens of a text, prompt included. Default: the model's positions.")
+    ] = None,
+    api_key: Annotated[
+        str | None, option("Key that clients send. Default: HF_LONGSPEC_API_KEY of the environment, or none.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, option("Origin of web pages that may ask, such as http://localhost:3000. Repeatable.")
+    ] = None,
+    grace: Annotated[int, number(0, "Seconds that running requests have after SIGTERM or Ctrl-C.")] = 10,
     gguf_file: options.GgufFile = None,
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
@@ -176,9 +186,9 @@ def serve(
 ) -> None:
     """Serve a model with a draft over the API of OpenAI: chat, completions, streaming, tools.
 
-    Answers are those of `transformers serve`, with the draft in every request. Requests are decoded one after the
-    other. Fields of a request are obeyed, or refused with status 400. /metrics has counts and times in the format of
-    Prometheus. Requests name the model as --target does. There is no password.
+    Answers are those of the model without a draft. Requests that come at once are decoded together. Fields of a request
+    are honoured, or refused with status 400. /metrics has counts and times in the format of Prometheus. Requests name
+    the model as --target does.
 
     Examples:
 

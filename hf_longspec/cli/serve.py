@@ -1,5 +1,6 @@
-"""`hf-longspec serve`: the handlers of `transformers serve` for one model, with a draft in every request."""
+"""`hf-longspec serve`: one model over the API of OpenAI, with a draft in every request."""
 
+import os
 import socket
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ try:
     import uvicorn
     from transformers.cli.serving.model_manager import ModelManager
 
-    from .serving.answers import BatchDecoder, Decoder, Metrics
+    from .serving.engine import Engine
     from .serving.routes import MIB, Limits, Routes
 except ModuleNotFoundError as error:
     remedy = "pip install -U 'transformers[serving]' 'starlette>=1.6' prometheus-client"
@@ -29,15 +30,13 @@ from .models import (
     quiet,
 )
 
-# Seconds after Ctrl-C that running requests have to end.
-GRACE = 2
+# Variable of the environment with the key of clients.
+API_KEY = "HF_LONGSPEC_API_KEY"
 
 
 def run(args: SimpleNamespace) -> int:
     settings, device = options.read_settings(args.setting), find_device(args.device)
     require_free(args.host, args.port)
-    if args.max_length is not None and args.rows == 1:
-        raise CommandError(f"--max-length {args.max_length} is for several --rows. Pass --rows, or drop it.")
     with quiet():
         config = load_config(args.target)
         if (args.max_length or 0) > (most := positions_of(config)):
@@ -46,10 +45,12 @@ def run(args: SimpleNamespace) -> int:
         with loading(args.target, "model of"):
             dtype = str(dtype_of(args.dtype, device)).removeprefix("torch.")
             models = UnpackingManager(device=str(device), dtype=dtype, force_model=served_name(args.target))
-        limits = Limits(args.max_body, args.max_tokens, args.max_waiting, args.cache_memory)
+        key = args.api_key or os.environ.get(API_KEY)
+        bounds = args.max_body, args.max_tokens, args.max_waiting, args.cache_memory
+        limits = Limits(*bounds, api_key=key, origins=tuple(args.allow_origin or ()))
         rows = args.rows, args.max_length
         routes = make_routes(models, lambda model: open_draft(args.draft, model, settings), limits, *rows)
-        make_server(routes, args.host, args.port).run()
+        make_server(routes, args.host, args.port, args.grace).run()
     return 0
 
 
@@ -84,7 +85,7 @@ def make_routes(
     models: ModelManager,
     open_draft: Callable[[Any], Any],
     limits: Limits,
-    rows: int = 1,
+    rows: int | None = None,
     max_length: int | None = None,
 ) -> Routes:
     """Return the application for the model that is loaded.
@@ -93,21 +94,18 @@ def make_routes(
         models (`ModelManager`): Has loaded one model.
         open_draft (`Callable`): Returns the draft for it.
         limits (`Limits`): Bounds on requests.
-        rows (`int`, *optional*, defaults to 1): Requests that run at once.
-        max_length (`int`, *optional*): Most tokens of a text, if there are several rows.
+        rows (`int`, *optional*): Requests that run at once.
+        max_length (`int`, *optional*): Most tokens of a text.
     """
     (loaded,) = models.loaded_models.values()
-    model, draft, metrics = loaded.model, open_draft(loaded.model), Metrics()
-    if rows == 1:
-        return Routes(models, Decoder(model, draft, metrics, limits.cache * MIB), limits)
     try:
-        decoder = BatchDecoder(model, draft, metrics, rows, max_length, limits.waiting, limits.cache * MIB)
+        engine = Engine(loaded.model, open_draft(loaded.model), rows, max_length, limits.cache * MIB)
     except ValueError as error:
         raise CommandError(f"--rows {rows}: {error}") from error
-    return Routes(models, decoder, limits)
+    return Routes(engine, loaded.processor, str(models.force_model), limits)
 
 
-def make_server(routes: Routes, host: str, port: int) -> uvicorn.Server:
-    """Return the server, which ends running requests soon after Ctrl-C."""
-    config = uvicorn.Config(routes.app, host=host, port=port, timeout_graceful_shutdown=GRACE)
+def make_server(routes: Routes, host: str, port: int, grace: int = 2) -> uvicorn.Server:
+    """Return the server. After SIGTERM or Ctrl-C, running requests have `grace` seconds to end."""
+    config = uvicorn.Config(routes.app, host=host, port=port, timeout_graceful_shutdown=grace)
     return uvicorn.Server(config)

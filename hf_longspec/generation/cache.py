@@ -428,18 +428,18 @@ class SpeculativeCache(Cache):
         self.set_lengths(lengths)
         return True
 
-    def take_row(self, row: int, other: "SpeculativeCache") -> None:
-        """Replace the text of a row by that of another cache with one row. Keys that it does not have stay hidden."""
-        lengths, length = list(self.lengths.host), other.lengths.host[0]
+    def take_row(self, row: int, other: "SpeculativeCache", of: int = 0) -> None:
+        """Replace the text of a row by that of row `of` of another cache. Keys that it does not have stay hidden."""
+        lengths, length = list(self.lengths.host), other.lengths.host[of]
         for own, taken in zip(self.key_layers, other.key_layers, strict=True):
             if taken.is_initialized:
                 if not own.is_initialized:
-                    shapes = (x[:, :, :0].expand(self.batch_size, -1, -1, -1) for x in (taken.keys, taken.values))
+                    shapes = (x[:1, :, :0].expand(self.batch_size, -1, -1, -1) for x in (taken.keys, taken.values))
                     own.lazy_initialization(*shapes)
-                own.keys[row, :, :length] = taken.keys[0, :, :length]
-                own.values[row, :, :length] = taken.values[0, :, :length]
+                own.keys[row, :, :length] = taken.keys[of, :, :length]
+                own.values[row, :, :length] = taken.values[of, :, :length]
         for part, taken_part in zip(self.parts, other.parts, strict=True):
-            part.take_row(row, taken_part)
+            part.take_row(row, taken_part, of)
         lengths[row] = length
         self._set_lengths(SeqLens(lengths))
 

@@ -192,10 +192,10 @@ class Drafter(CandidateGenerator):
             )
         return ()
 
-    def take(self, row: int, other: Any) -> None:
-        """Replace what is kept for a row by what another drafter of this kind keeps for its one row."""
+    def take(self, row: int, other: Any, of: int = 0) -> None:
+        """Replace what is kept for a row by what another drafter of this kind keeps for its row `of`."""
         for own, taken in zip(self.row_states(), other.row_states(), strict=True):
-            own[row] = taken[0]
+            own[row] = taken[of]
 
     @torch.no_grad()
     def get_candidates(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -257,6 +257,10 @@ class DrafterAround:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+    def take(self, row: int, other: Any, of: int = 0) -> None:
+        """Let the other drafter take a row of its kind, also of one within such a drafter."""
+        self.inner.take(row, other.inner if isinstance(other, type(self)) else other, of)
 
     def capture(self, tree: DraftTree) -> Any:
         """Return the capture of the other drafter for its own tree."""

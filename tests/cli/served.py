@@ -34,23 +34,27 @@ def with_template(model, folder, template=TEMPLATE):
 
 
 @contextmanager
-def serving(folder, rows=1, **limits):
+def serving(folder, rows=1, grace=2, **limits):
     """A running server of the model in a folder: its address, a client of OpenAI, the model and the decoder."""
     models = ModelManager(device="cpu", dtype="float32", force_model=str(folder))
     limits = Limits(**{"body": 1, "tokens": 5000, "waiting": 64, "cache": 64} | limits)
     routes = make_routes(models, lambda model: NgramDraftModel.from_target(model, gate=False), limits, rows)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = make_server(routes, "127.0.0.1", port)
+    server = make_server(routes, "127.0.0.1", port, grace)
     thread = Thread(target=server.run, daemon=True)
     thread.start()
     wait_for(lambda: server.started or not thread.is_alive())
     address = f"http://127.0.0.1:{port}"
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60)
-    decoder = routes.decoder
-    found = {"models": models, "app": routes.app, "decoder": decoder, "target": decoder.model}
-    yield SimpleNamespace(address=address, port=port, client=client, model=str(folder), **found)
-    server.should_exit = True
+    engine = routes.engine
+    found = {"processor": routes.reader.processor, "app": routes.app, "engine": engine, "target": engine.model}
+
+    def stop():
+        server.should_exit = True
+
+    yield SimpleNamespace(stop=stop, address=address, port=port, client=client, model=str(folder), **found)
+    stop()
     thread.join(20)
     assert not thread.is_alive()
 
@@ -95,7 +99,7 @@ class Held:
 
     def __init__(self, server):
         self.event = Event()
-        server.decoder.thread.submit(self.event.wait)
+        server.engine.batcher.run_alone(self.event.wait)
 
     def __enter__(self):
         return self

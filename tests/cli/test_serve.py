@@ -39,8 +39,6 @@ def target(tiny, tmp_path_factory):
 def server(request, target):
     with serving(target, rows=request.param) as server:
         yield server
-        if request.param > 1:
-            server.decoder.batcher.close(cancel=True)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +107,10 @@ def test_answers_end_with_stop_strings_and_with_the_positions(server, expected):
     """As for every server, a prompt that leaves less room than is asked for gets a shorter answer."""
     whole = expected(QUESTIONS[0])
     stop = whole[4:6]
-    assert answered(server, QUESTIONS[0], stop=stop) == whole[: whole.index(stop) + len(stop)]
+    answer = ask(server, QUESTIONS[0], stop=[stop, "never"]).choices[0]
+    assert answer.message.content == whole[: whole.index(stop)] and answer.finish_reason == "stop"
+    chunks = [chunk.choices[0].delta.content for chunk in ask(server, QUESTIONS[0], stop=stop, stream=True)]
+    assert "".join(filter(None, chunks)) == answer.message.content
     answer = ask(server, "x" * (POSITIONS - 24))
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.total_tokens == POSITIONS and 0 < answer.usage.completion_tokens < NEW
@@ -123,7 +124,7 @@ def test_a_client_that_leaves_makes_room(server, expected):
     stream = ask(server, QUESTIONS[0], new=500, stream=True)
     next(iter(stream))
     stream.close()
-    wait_for(lambda: not server.decoder.jobs)
+    wait_for(lambda: not server.engine.jobs)
     assert answered(server, QUESTIONS[1]) == expected(QUESTIONS[1])
     after = metrics(server, before["hf_longspec_requests_total"] + 2)
     assert after["hf_longspec_generated_tokens_total"] - before["hf_longspec_generated_tokens_total"] < 400
@@ -162,8 +163,7 @@ PICK = {"type": "function", "function": {"name": "pick"}}
 
 def test_answers_that_have_to_be_calls(server, monkeypatch):
     """At once and as a stream; cut off, the answer is text; without a choice or with "none" it is free."""
-    (loaded,) = server.models.loaded_models.values()
-    monkeypatch.setattr(loaded.processor, "chat_template", WITH_TOOLS)
+    monkeypatch.setattr(server.processor, "chat_template", WITH_TOOLS)
     for choice, names in ((PICK, {"pick"}), ("required", {"pick", "stop"})):
         asked = {"tools": TOOLS, "tool_choice": choice, "new": 90}
         answer = ask(server, "a cat", **asked).choices[0]
@@ -179,7 +179,16 @@ def test_answers_that_have_to_be_calls(server, monkeypatch):
     assert cut.finish_reason == "length" and cut.message.content == '{"name": "pick", "argum'[:20]
     assert not cut.message.tool_calls
     assert answered(server, "a cat", tools=TOOLS, tool_choice="none") == answered(server, "a cat")
-    assert answered(server, "a cat", tools=TOOLS) == answered(server, "a cat", tools=TOOLS, tool_choice="auto")
     for wrong in ({"tool_choice": "required"}, {"tools": TOOLS[1:], "tool_choice": PICK}):
         with pytest.raises(openai.BadRequestError, match="tool_choice="):
             ask(server, "a cat", **wrong)
+    with pytest.raises(openai.BadRequestError, match="tools: it is not known how"):
+        ask(server, "a cat", tools=TOOLS)
+    # whatever the model writes is text up to a call, in this form
+    call = {"open": "o", "close": "e", "content": "text", "repeats": True}
+    call |= {"transform": {"type": "function", "function": {"name": "pick", "arguments": "{content}"}}}
+    fields = {"tool_calls": call, "content": {"close_pattern": "(?!)", "content": "text"}}
+    monkeypatch.setattr(server.processor, "response_template", {"start_anchor_pattern": r"\Z", "fields": fields})
+    found = ask(server, "a cat", tools=TOOLS, new=60).choices[0].message
+    one = ask(server, "a cat", tools=TOOLS, new=60, parallel_tool_calls=False).choices[0].message
+    print(found, one)

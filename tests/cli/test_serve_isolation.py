@@ -68,9 +68,9 @@ def test_requests_that_extend_the_last_one_repeat_it_or_do_not(pair):
 def leave_while_waiting(server, monkeypatch):
     with Held(server):
         client = sent(server, SHARED + "left")
-        wait_for(lambda: server.decoder.jobs)
+        wait_for(lambda: server.engine.jobs)
         client.close()
-        wait_for(lambda: not server.decoder.jobs)
+        wait_for(lambda: not server.engine.jobs)
 
 
 def leave_in_the_middle(server, monkeypatch):
@@ -201,4 +201,4 @@ def test_sixteen_clients_that_leave_at_random(pair, monkeypatch):
     with ThreadPoolExecutor(16) as threads:
         list(threads.map(client, range(16)))
     assert min(counts.values()) > 10 and counts["failed"] <= len(raised)
-    wait_for(lambda: not server.decoder.jobs)
+    wait_for(lambda: not server.engine.jobs)

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import socket
 from threading import Event
 
@@ -9,18 +10,19 @@ import openai
 import pytest
 from fastapi.routing import APIRoute
 
+from hf_longspec.cli.serving import fields as api
 from hf_longspec.modeling.plain.modeling_plain import PlainDraftModel
 from tests.cli.conftest import HUB_CARDS
 from tests.cli.served import HEAD, NEW, Held, Reference, answered, ask, sent, serving, wait_for
 from tests.cli.test_serve_isolation import tiny
 
 ROUTES = {
-    ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/load_model"), ("GET", "/v1/models"),
-    ("GET", "/health"), ("GET", "/metrics"),
+    ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/responses"), ("POST", "/load_model"),
+    ("GET", "/v1/models"), ("GET", "/v1/models/{name:path}"), ("GET", "/health"), ("GET", "/metrics"),
 }  # fmt: skip
 # Of the server underneath, in transformers 5.17 to 5.24.
 LEFT_OUT = (
-    "/v1/responses", "/v1/systemone", "/v1/audio/transcriptions", "/reset", "/docs", "/openapi.json", "/redoc",
+    "/v1/systemone", "/v1/audio/transcriptions", "/reset", "/docs", "/openapi.json", "/redoc",
 )  # fmt: skip
 QUESTION = "one two three, one two"
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -81,8 +83,13 @@ WRONG_SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 # One for each rule: of a value, of a type, of a name, of the model, of this server.
 REFUSED = [
-    ({"n": 2}, "n=2"),
-    ({"presence_penalty": 0.5}, "presence_penalty=0.5"),
+    ({"n": 17}, "n=17"),
+    ({"presence_penalty": 2.5}, "presence_penalty=2.5"),
+    ({"top_logprobs": 2}, "top_logprobs=2 needs logprobs=true"),
+    ({"functions": [{"name": "f"}]}, "functions: an earlier form of `tools`. Pass `tools`."),
+    ({"reasoning_effort": "low"}, "Pass it in `chat_template_kwargs`."),
+    ({"modalities": ["text", "audio"]}, "modalities.1='audio'"),
+    ({"continue_final_message": True}, "continue_final_message=true: the last message is not the assistant's"),
     ({"no_such_field": 1}, "no_such_field: this server has no such field"),
     ({"\ud800" * 300: 1}, "unable to parse"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.json_schema"),
@@ -118,7 +125,19 @@ def test_what_is_not_obeyed_is_refused_by_its_name(server, fields, said):
 
 
 @pytest.mark.parametrize(
-    "field", [{"suffix": "x"}, {"echo": True}, {"best_of": 2}, {"logprobs": 1}, {"max_tokens": 0}, {"prompt": ""}]
+    "field",
+    [
+        {"suffix": "x"},
+        {"best_of": 2},
+        {"logprobs": 6},
+        {"logprobs": 1, "echo": True},
+        {"max_tokens": 0},
+        {"prompt": ""},
+        {"prompt": []},
+        {"prompt": [[]]},
+        {"prompt": [258]},
+    ],
+    ids=str,
 )
 def test_completions_follow_the_same_rules(server, field):
     status, text = call(server, "/v1/completions", {"prompt": QUESTION} | field)
@@ -127,9 +146,10 @@ def test_completions_follow_the_same_rules(server, field):
 
 def test_settings_that_change_nothing_are_accepted(server, expected):
     same = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "response_format": {"type": "text"}, "top_p": None}
-    assert answered(server, QUESTION, tool_choice="auto", stream_options={"include_usage": True}, **same) == expected(
-        QUESTION
-    )
+    same |= {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "modalities": ["text"]}
+    same |= {"parallel_tool_calls": True, "prediction": {"type": "content", "content": "x"}, "tool_choice": "auto"}
+    stream = {"include_usage": True, "include_obfuscation": False}
+    assert answered(server, QUESTION, stream_options=stream, **same) == expected(QUESTION)
     inputs = expected.tokenizer(QUESTION, return_tensors="pt")
     done = server.client.completions.create(model=server.model, prompt=QUESTION, temperature=0, max_tokens=NEW, n=1)
     assert done.choices[0].text == expected.continued(inputs)
@@ -160,9 +180,25 @@ def test_sampling_is_that_of_the_request(server, expected, monkeypatch, does_sam
     assert status == 200 and json.loads(text)["choices"][0]["message"]["content"] == want
 
 
+@pytest.mark.parametrize(
+    ("fields", "settings"),
+    [
+        ({"top_k": 3, "seed": 2}, {"do_sample": True, "top_k": 3}),
+        ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+    ],
+    ids=["top_k", "repetition_penalty"],
+)
+def test_settings_that_the_api_does_not_have(server, expected, fields, settings):
+    """Clients send them in `extra_body`, at the top level."""
+    fields = {"temperature": None if "seed" in fields else 0, "max_tokens": NEW} | fields
+    plain = {"seed": 2, "assistant_model": PlainDraftModel.from_target(expected.model)} if "seed" in fields else {}
+    status, text = chat(server, **fields)
+    assert status == 200
+    assert json.loads(text)["choices"][0]["message"]["content"] == expected(QUESTION, **settings, **plain)
+
+
 def test_a_model_without_a_template(server, expected, monkeypatch):
-    (loaded,) = server.models.loaded_models.values()
-    monkeypatch.setattr(loaded.processor, "chat_template", None)
+    monkeypatch.setattr(server.processor, "chat_template", None)
     status, text = chat(server)
     assert status == 400 and "no chat template. Save one" in text
     assert call(server, "/v1/completions", {"prompt": QUESTION, "max_tokens": 1})[0] == 200
@@ -182,13 +218,13 @@ def test_transformers_chat(server, monkeypatch, capsys):
 
 def test_requests_that_wait_are_bounded(server, expected):
     """Two may wait for one. What was accepted is answered, and a client that leaves makes room."""
-    wait_for(lambda: not server.decoder.jobs)
+    wait_for(lambda: not server.engine.jobs)
     with Held(server):
         streams = [ask(server, QUESTION, stream=True) for _ in range(3)]
         with pytest.raises(openai.RateLimitError, match="2 requests wait already"):
             ask(server, QUESTION)
         streams.pop().close()
-        wait_for(lambda: len(server.decoder.jobs) == 2)
+        wait_for(lambda: len(server.engine.jobs) == 2)
         streams.append(ask(server, QUESTION, stream=True))
     for stream in streams:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected(QUESTION)
@@ -207,16 +243,15 @@ def test_a_large_body_is_refused_before_it_is_read(server):
 
 def test_a_long_prompt_does_not_hold_up_other_requests(server, monkeypatch):
     """While the tokenizer works on one, /health answers."""
-    (loaded,) = server.models.loaded_models.values()
     working, go_on = Event(), Event()
-    apply = loaded.processor.apply_chat_template
+    apply = server.processor.apply_chat_template
 
     def slow(*args, **kwargs):
         working.set()
         assert go_on.wait(30)
         return apply(*args, **kwargs)
 
-    monkeypatch.setattr(loaded.processor, "apply_chat_template", slow)
+    monkeypatch.setattr(server.processor, "apply_chat_template", slow)
     with sent(server, QUESTION) as client:
         assert working.wait(30)
         assert call(server, "/health", method="GET")[0] == 200
@@ -243,3 +278,15 @@ def test_abuse_gets_4xx_and_the_server_goes_on(server, body, headers):
     status, text = call(server, "/v1/chat/completions", body, headers=headers)
     assert 400 <= status < 500 and "Traceback" not in text
     assert call(server, "/health", method="GET")[0] == 200
+
+
+def test_the_page_names_every_field():
+    """In the class that it has."""
+    page = (HUB_CARDS.parent / "docs" / "serving.md").read_text().partition("<!-- fields:start -->")[2]
+    honoured, accepted, refused = page.partition("<!-- fields:end -->")[0].split("\n\n")[1:4]
+    kinds = api.ChatRequest, api.CompletionRequest, api.ResponseRequest
+    fields = {name for kind in kinds for name in kind.model_fields}
+    values = {"best_of", "modalities", "background", "include"}  # accepted at the value that changes nothing
+    assert (fields - values) | {"max_completion_tokens"} <= set(re.findall(r"`(\w+)`", honoured))
+    assert values | api.ResponseRequest.accepted | api.ChatRequest.accepted <= set(re.findall(r"`(\w+)`", accepted))
+    assert set(re.findall(r"`(\w+)`", refused)) >= api.REFUSED.keys()

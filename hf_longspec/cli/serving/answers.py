@@ -1,333 +1,403 @@
-"""The thread of the model: one request after another, with the draft, and the cache that the next one may continue.
+"""Answers: from the tokens of a request to pieces of text, log probabilities and calls of tools, and to the API's JSON.
 
-Or several requests at once, in the rows of a [`Batcher`]. All requests are counted.
+A text that ends an answer is not part of it. Text that may be the beginning of one is held back.
 """
 
 import asyncio
 import json
-import sys
-from collections.abc import Awaitable, Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fastapi import HTTPException, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, disable_created_metrics, generate_latest
-from transformers.cli.serving.utils import GenerateManager, InferenceThread, _GenerationCancelled
-from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers import GenerationConfig
+from transformers.cli.serving.response import _ResponseStreamBuilder, compute_usage
+from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 from transformers.generation.streamers import BaseStreamer
 
-from ...batching import Batcher
-from ...cli import one_line
-from ...generation.cache import CACHE_NAME, SpeculativeCache
-from ...generation.sequences import SpeculationStats
-from ...generation.target import TargetView
-from ...prefix_cache import PrefixCache, common_length, continues_as_one_text
-from ..models import positions_of
-from ..progress import say
+from ...streaming import IncrementalDecoder
 
-Cancelled = _GenerationCancelled
-# Tokens of a prompt between two copies of recurrent states, where other prompts may continue.
-STATES_EVERY = 1024
+# The API's number for a token that is never chosen; JSON has no infinity.
+LEAST_LOGPROB = -9999.0
 
 
-class Metrics:
-    """Counters of all requests, in the format of Prometheus, and a line per request on standard error."""
+@dataclass
+class Told:
+    """A token with its log probability, and those of the likeliest tokens."""
 
-    def __init__(self) -> None:
-        disable_created_metrics()  # a time of creation for each counter, which is that of the server
-        self._registry = CollectorRegistry()
-        self._counters = {
-            name: Counter(f"hf_longspec_{name}", help, registry=self._registry)
-            for name, help in (
-                ("requests", "Requests."),
-                ("plain_requests", "Requests that were decoded without the draft."),
-                ("reused_tokens", "Tokens of prompts that an earlier request had read."),
-                ("generated_tokens", "Tokens of verifications and plain steps."),
-                ("verifications", "Verifications of drafted tokens."),
-                ("drafted_tokens", "Drafted tokens that were verified."),
-                ("accepted_tokens", "Drafted tokens that were accepted."),
-                ("prefill_seconds", "Time to the first token."),
-                ("decode_seconds", "Time after the first token."),
-            )
-        }
-
-    def count(self, stats: SpeculationStats | None, reused: int) -> None:
-        """Add a request, `reused` of whose prompt tokens were known; without `stats` it ended before its prompt."""
-        self._counters["requests"].inc()
-        self._counters["reused_tokens"].inc(reused)
-        if stats is None:
-            return
-        counts = {
-            "plain_requests": stats.reason is not None,
-            "generated_tokens": stats.num_emitted_tokens + stats.num_plain_steps,
-            "verifications": stats.num_spec_steps,
-            "drafted_tokens": stats.num_draft_tokens,
-            "accepted_tokens": stats.num_accepted_draft_tokens,
-            "prefill_seconds": stats.prefill_seconds,
-            "decode_seconds": stats.decode_seconds,
-        }
-        for name, number in counts.items():
-            self._counters[name].inc(number)
-        say(f"Without the draft: {stats.reason}" if stats.reason else str(stats), stderr=True)
-        sys.stderr.flush()
-
-    def page(self) -> Response:
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+    token: str
+    logprob: float
+    top: list[tuple[str, float]]
 
 
-class KeptCache:
-    """The cache of the last text, the tokens that it holds, and texts before it.
+@dataclass
+class Text:
+    """A part of an answer that is shown."""
+
+    text: str
+    told: list[Told] = field(default_factory=list)
+
+
+Piece = Text | ReasoningText | ToolCall
+
+
+class Choice(BaseStreamer):
+    """One answer while it is written. The thread of the model puts tokens, and the loop of the server reads pieces.
 
     Args:
-        model (`PreTrainedModel`): The target.
-        max_bytes (`int`): Bound on the memory of the texts before the last one, which are kept on the host.
-    """
-
-    def __init__(self, model: Any, max_bytes: int):
-        self.cache = SpeculativeCache(model.config, 1, max_length=1)
-        self.earlier = PrefixCache(model, max_bytes, device="cpu")
-        self._tokens = torch.tensor([], dtype=torch.long)
-        self._start = 0  # number of tokens at the start of the last call, for caches with states
-        self._states: Any = None  # of the last prompt, see `PrefixCache.read`
-        self._is_usable = continues_as_one_text(model)
-
-    def begin(self, prompt: torch.Tensor) -> int:
-        """Keep the tokens that begin a prompt `(1, P)`, and return how many these are; at least one is left to be read.
-
-        From here to [`KeptCache.end`] the cache counts as empty, so that a call that fails leaves nothing.
-        """
-        held, self._tokens = self._tokens, self._tokens[:0]
-        usable = common = common_length(held, prompt[0, :-1].cpu()) if self._is_usable else 0
-        if common < len(held):
-            self.earlier.put(held[None], self.cache, self._states)
-            if self.cache.parts:  # states cannot be shortened
-                usable = self._start if self._start <= common else 0
-        if usable and usable >= self.earlier.find(prompt):
-            if common < len(held):
-                self.cache.go_back()
-            self.cache.set_lengths([usable])
-        else:
-            usable = self.earlier.take(prompt, self.cache).counts[0]
-        self._states = self.earlier.read(prompt, self.cache, STATES_EVERY)
-        self.cache.remember()
-        self._start = self.cache.counts[0]
-        return usable
-
-    def end(self, text: torch.Tensor) -> None:
-        """Note the tokens `(T,)` of a finished call, as many as the cache says that it holds."""
-        self._tokens = text[: self.cache.get_seq_length()].cpu()
-
-
-class Decoder:
-    """The model with its draft, on a thread of its own.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        draft ([`DraftModel`]): The draft.
-        metrics (`Metrics`): Counters.
-        max_bytes (`int`): Memory of the host for the caches of earlier texts.
+        tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the model.
+        config (`GenerationConfig`): Settings of the request.
+        stops (`Sequence[str]`): Texts that end the answer.
+        tops (`int`, *optional*): Number of the likeliest tokens that are told; `None` tells no log probabilities.
+        parser (`ResponseParser`, *optional*): Reads reasoning and calls of tools from the text.
+        is_one_call (`bool`): Whether the answer ends with the first call of a tool.
 
     Attributes:
-        jobs (`set[Job]`): Requests that are decoded or wait for that.
-        rows (`int`): Requests that are decoded at once.
-    """
-
-    rows = 1
-
-    def __init__(self, model: Any, draft: Any, metrics: Metrics, max_bytes: int):
-        self.model, self.draft, self.metrics = model, draft, metrics
-        self.max_length = positions_of(model.config)
-        self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
-        self.thread: Any = InferenceThread()
-        self.jobs: set[Job] = set()
-        self._kept = KeptCache(model, max_bytes)
-
-    def generate(self, seed: int | None, input_ids: torch.Tensor, generation_config: Any, **inputs: Any) -> Any:
-        """Run `generate` with the draft, on the thread of the model."""
-        self.draft.last_speculation = None
-        reused = 0
-        is_text = not set(inputs) - {"attention_mask", "logits_processor", "streamer", "stopping_criteria", "tokenizer"}
-        keeps = is_text and (generation_config.num_beams or 1) == 1
-        try:
-            if keeps:
-                reused = self._kept.begin(input_ids)
-                inputs[CACHE_NAME] = self._kept.cache
-            devices = [self.model.device] if self.model.device.type == "cuda" else []
-            with torch.random.fork_rng(devices, enabled=seed is not None):
-                if seed is not None:
-                    torch.manual_seed(seed)
-                sequences = self.model.generate(
-                    input_ids=input_ids, generation_config=generation_config, assistant_model=self.draft, **inputs
-                )
-            if keeps:
-                self._kept.end(sequences[0])
-            return sequences
-        finally:  # also after an error, or a client that has left
-            self.metrics.count(self.draft.last_speculation, reused)
-
-
-class Threads(ThreadPoolExecutor):
-    """Threads of requests, with the methods of the `InferenceThread` of transformers."""
-
-    def async_submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function, and return a future of the present loop."""
-        return asyncio.wrap_future(self.submit(function, *args, **kwargs))
-
-
-class Puts(BaseStreamer):
-    """A stream that does not end with a failure, whose message follows."""
-
-    def __init__(self, streamer: Any):
-        self._streamer = streamer
-
-    def put(self, value: Any) -> None:
-        self._streamer.put(value)
-
-    def end(self) -> None:
-        """Do nothing."""
-
-
-class BatchDecoder(Decoder):
-    """The model with its draft, in which requests of text run at once, and share what earlier ones have read.
-
-    Args:
-        rows (`int`): Number of requests that run at once.
-        max_length (`int`, *optional*): Most tokens of a text; by default the positions of the model.
-        waiting (`int`): Most requests that wait.
-        max_bytes (`int`): Memory of the host for the caches of earlier texts.
+        count (`int`): Number of tokens so far.
+        reason (`str`): Why the answer has ended, in the words of the API.
     """
 
     def __init__(
-        self, model: Any, draft: Any, metrics: Metrics, rows: int, max_length: int | None, waiting: int, max_bytes: int
+        self,
+        tokenizer: Any,
+        config: GenerationConfig,
+        stops: Sequence[str] = (),
+        tops: int | None = None,
+        parser: Any = None,
+        is_one_call: bool = False,
     ):
-        super().__init__(model, draft, metrics, max_bytes)
-        if hasattr(draft, "choose"):  # of an AutoDraft, before there is a text to try
-            draft.choose(model, torch.empty(1, 0, dtype=torch.long))
-        chunks = {"chunk_size": STATES_EVERY} if TargetView(model).has_states else {}
-        self.rows, self.batcher = rows, Batcher(model, draft, rows, max_length, **chunks, prefixes=self._kept.earlier)
-        self.max_length = min(self.max_length, self.batcher.max_length)
-        self.thread = Threads(max(1, rows + waiting + 1))
-
-    def generate(self, seed: int | None, input_ids: torch.Tensor, generation_config: Any, **inputs: Any) -> Any:
-        """Wait for a row, and for its text. Requests with images or beams run alone in their turn."""
-        is_text = not set(inputs) - {"attention_mask", "streamer", "stopping_criteria", "tokenizer"}
-        if not is_text or (generation_config.num_beams or 1) > 1:
-            alone = super().generate
-            return self.batcher.run_alone(lambda: alone(seed, input_ids, generation_config, **inputs)).result()
-        (stop,), streamer = inputs.pop("stopping_criteria"), inputs.pop("streamer", None)
-        puts = None if streamer is None else Puts(streamer)
-        request = None
-        try:
-            request = self.batcher.submit(
-                input_ids, streamer=puts, seed=seed, generation_config=generation_config, **inputs
-            )
-            stop.follow(request)
-            sequences = request.result()
-            if streamer is not None:
-                streamer.end()
-            return sequences
-        except CancelledError as error:
-            raise Cancelled from error
-        finally:
-            self.metrics.count(*(None, 0) if request is None else (request.speculation, request.reused))
-
-
-class Job(GenerateManager):
-    """One request. The handlers of transformers take it for the state of the server, the manager and the model.
-
-    So nothing that belongs to a request is kept anywhere else. The server underneath swallows errors and
-    cancellations, which are seen in [`Job.generate`] alone.
-    """
-
-    def __init__(self, decoder: Decoder, seed: int | None):
-        self._thread, self.decoder, self._seed = decoder.thread, decoder, seed
-        self._stop = Stop()
-        self.processors: dict[str, Any] = {}  # arguments of `generate` that hold the structure of the answer
-        decoder.jobs.add(self)
-
-    def use_continuous_batching(self, model: Any, modality: Any) -> bool:
-        """Return `False`: continuous batching has no drafts."""
-        return False
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> "Job":
-        return self
-
-    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any):
-        self._fit(inputs, gen_config)
-        return super().generate_streaming(self, processor, inputs, gen_config, *args, **kwargs)
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
-    ):
-        self._fit(inputs, gen_config)
-        return await super().generate_non_streaming(self, processor, inputs, gen_config, *args, **kwargs)
-
-    def _fit(self, inputs: Any, gen_config: Any) -> None:
-        """End the new tokens with the positions of the model.
-
-        Raises:
-            HTTPException: With status 400 if the prompt has no token, or leaves no position.
-        """
-        count, most = inputs["input_ids"].shape[-1], self.decoder.max_length
-        if not count:
-            raise HTTPException(400, "The prompt has no tokens. Pass a text.")
-        if count >= most:
-            raise HTTPException(400, f"The prompt has {count} tokens, and the model {most} positions. Shorten it.")
-        gen_config.max_new_tokens = min(gen_config.max_new_tokens, most - count)
-
-    def generate(self, **kwargs: Any) -> Any:
-        """Run this request on the thread of the model, unless its client has left."""
-        try:
-            if self._stop.is_set:
-                raise Cancelled
-            return self.decoder.generate(self._seed, stopping_criteria=[self._stop], **kwargs, **self.processors)
-        except Cancelled:
-            raise
-        except Exception as error:
-            say(f"Failed: {one_line(error)}", stderr=True)
-            if "streamer" not in kwargs:
-                raise
-            # the server underneath writes this text between the quotes of JSON
-            raise RuntimeError(json.dumps(one_line(error))[1:-1]) from error
-        finally:
-            self.end()
-
-    def watch(self, receive: Callable[[], Awaitable[Any]]) -> None:
-        """Cancel this job when its client disconnects."""
-
-        async def wait() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            self.end()
-
-        self._watch = asyncio.create_task(wait())  # a task without a reference may vanish
-
-    def end(self) -> None:
-        """Cancel this job if it has not finished."""
-        self._stop.set()
-        self.decoder.jobs.discard(self)
-
-
-class Stop(StoppingCriteria):
-    """Ends `generate` by an error once it is set."""
-
-    is_set = False
-    _request: Future | None = None
-
-    def set(self) -> None:
-        """Let the call end, and the request in a batch."""
-        self.is_set = True
-        if self._request is not None:
-            self._request.cancel()
+        self.tokenizer, self.stops, self.tops, self.parser = tokenizer, stops, tops, parser
+        self.is_one_call, self.most = is_one_call, config.max_new_tokens
+        ends = config.eos_token_id
+        self.ends = frozenset(ends if isinstance(ends, list) else [ends])
+        self.count, self.reason = 0, "length"
+        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=parser is None)
+        self._loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        self._logits = deque[torch.Tensor]()
+        self._expects_prompt = True
+        self._held, self._told, self._is_stopped = "", list[Told](), False
+        self.request: Any = None
 
     def follow(self, request: Future) -> None:
-        """Cancel this request, too, once it is set."""
-        self._request = request
-        if self.is_set:
-            request.cancel()
+        """Read until this request has ended."""
+        self.request = request
+        request.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._queue.put_nowait, None))
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if self.is_set:
-            raise Cancelled
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    def on_logits(self, logits: torch.Tensor) -> None:
+        """Take the logits `(n, vocab_size)` of the next tokens, on the thread of the model."""
+        self._logits.extend(logits.float().log_softmax(-1).cpu())
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take a token, on the thread of the model. The first call has the prompt."""
+        if self._expects_prompt:
+            self._expects_prompt = False
+            return
+        for token in value.flatten().tolist():
+            told = None if self.tops is None else self._tell(token, self._logits.popleft())
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (token, told))
+
+    def end(self) -> None:
+        """Do nothing: the request ends after its stream."""
+
+    def _tell(self, token: int, logprobs: torch.Tensor) -> Told:
+        best = logprobs.topk(self.tops or 0)
+        values = [max(value, LEAST_LOGPROB) for value in (float(logprobs[token]), *best.values.tolist())]
+        names = [self.tokenizer.decode([one]) for one in (token, *best.indices.tolist())]
+        return Told(names[0], values[0], list(zip(names[1:], values[1:], strict=True)))
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield the parts of the answer.
+
+        Raises:
+            Exception: What has ended the request.
+            CancelledError: If the request was cancelled.
+        """
+        is_over = False
+        for piece in self._events([] if self.parser is None else self.parser.initial_events):
+            yield piece
+        while (item := await self._queue.get()) is not None:
+            if is_over:  # the model ends the text itself, with the same token or the next ones
+                continue
+            token, told = item
+            self.count += 1
+            if token in self.ends:
+                self.reason = "stop"
+            elif told is not None:
+                self._told.append(told)
+            for piece in self._parsed(self._decoder.feed(token)):
+                yield piece
+            is_over = self.reason in ("stop", "tool_calls") and (self._is_stopped or self.is_one_call)
+            if is_over and self.is_one_call:
+                self.request.cancel()
+        if not self.request.cancelled():
+            self.request.result()
+        elif not is_over:
+            raise asyncio.CancelledError
+        if not is_over:
+            for piece in self._rest():
+                yield piece
+            if self.reason == "length" and self.count < self.most:  # by a criterion of the model's settings
+                self.reason = "stop"
+
+    def _rest(self) -> Iterator[Piece]:
+        yield from self._parsed(self._decoder.end())
+        if self.parser is not None:
+            try:
+                yield from self._events(self.parser.finalize()[1])
+            except (ValueError, RuntimeError):
+                pass  # the text ends within a call, which is no call then
+        if self._held or self._told:
+            yield Text(self._held, self._told)
+
+    def _parsed(self, text: str) -> Iterator[Piece]:
+        if self.parser is None:
+            yield from self._shown(text)
+        elif text:
+            yield from self._events(self.parser.feed(text))
+
+    def _events(self, events: list[dict[str, Any]]) -> Iterator[Piece]:
+        for item in response_events_to_chunks(events):
+            if self._is_stopped or (self.reason == "tool_calls" and self.is_one_call):
+                return
+            if isinstance(item, ToolCall):
+                self.reason, self._told = "tool_calls", []
+                yield item
+            elif isinstance(item, ReasoningText):
+                self._told = []
+                yield item
+            else:
+                yield from self._shown(item)
+
+    def _shown(self, text: str) -> Iterator[Piece]:
+        """Yield what can be shown after more text: all before a stop, or before what may be the beginning of one."""
+        held = self._held + text
+        places = [place for stop in self.stops if (place := held.find(stop)) >= 0]
+        if places:
+            self.reason, self._is_stopped, count = "stop", True, min(places)
+        else:
+            count = len(held) - max((_common_end(held, stop) for stop in self.stops), default=0)
+        self._held = "" if places else held[count:]
+        if count:
+            told, self._told = self._told, []
+            yield Text(held[:count], told)
+
+
+def _common_end(text: str, stop: str) -> int:
+    """Return the length of the longest end of a text that is a beginning of another one.
+
+    >>> _common_end("one two", "two three")
+    3
+    """
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+async def together(choices: Sequence[Choice]) -> AsyncIterator[tuple[int, Piece | None]]:
+    """Yield the pieces of several answers with their numbers, as they come; `None` when one has ended."""
+    queue = asyncio.Queue[Any]()
+
+    async def read(place: int, choice: Choice) -> None:
+        try:
+            async for piece in choice.pieces():
+                queue.put_nowait((place, piece))
+            queue.put_nowait((place, None))
+        except BaseException as error:
+            queue.put_nowait((place, error))
+
+    tasks = [asyncio.create_task(read(place, choice)) for place, choice in enumerate(choices)]
+    left = len(tasks)
+    try:
+        while left:
+            place, piece = await queue.get()
+            if isinstance(piece, BaseException):
+                raise piece
+            left -= piece is None
+            yield place, piece
+    finally:
+        for task, choice in zip(tasks, choices, strict=True):
+            task.cancel()
+            choice.request.cancel()
+
+
+def line(data: dict[str, Any]) -> str:
+    """Return an event of a stream."""
+    return f"data: {json.dumps(data)}\n\n"
+
+
+class Answer:
+    """The JSON of an answer: all choices of one request, of a chat.
+
+    Args:
+        name (`str`): Id of the request.
+        model (`str`): Name of the model.
+        choices (`list[Choice]`): The answers.
+        prompt_tokens (`int`): Number of tokens of all prompts.
+    """
+
+    kind, part, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def __init__(self, name: str, model: str, choices: list[Choice], prompt_tokens: int):
+        self.name, self.model, self.choices, self.prompt_tokens = name, model, choices, prompt_tokens
+        self.created = int(time.time())
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        count, reused = sum(choice.count for choice in self.choices), self.choices[0].request.reused
+        tokens = {"prompt_tokens": self.prompt_tokens, "completion_tokens": count}
+        tokens |= {"total_tokens": self.prompt_tokens + count}
+        return tokens | {"prompt_tokens_details": {"cached_tokens": reused}}
+
+    def _object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        fields = {"id": f"{self.prefix}{self.name}", "object": kind, "created": self.created, "model": self.model}
+        return fields | {"choices": choices} | more
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer when it is complete."""
+        found: list[list[Piece]] = [[] for _ in self.choices]
+        async for place, piece in together(self.choices):
+            if piece is not None:
+                found[place].append(piece)
+        choices = [
+            {"index": place, "finish_reason": self.choices[place].reason} | self.complete(place, pieces)
+            for place, pieces in enumerate(found)
+        ]
+        return self._object(self.kind, choices, usage=self.usage)
+
+    async def stream(self, has_usage: bool) -> AsyncIterator[str]:
+        """Yield the events of a stream, which ends with the usage."""
+        for place in range(len(self.choices)):
+            for start in self.starts(place):
+                yield line(self._object(self.part, [{"index": place, "finish_reason": None} | start]))
+        calls = [0] * len(self.choices)
+        last = {} if has_usage else {"usage": None}
+        left = len(self.choices)
+        async for place, piece in together(self.choices):
+            left -= piece is None
+            if piece is None:
+                if not left and not has_usage:
+                    last = {"usage": self.usage}
+                ended = {"index": place, "finish_reason": self.choices[place].reason} | self.empty()
+                yield line(self._object(self.part, [ended], **last))
+                continue
+            delta = self.delta(place, piece, calls[place])
+            calls[place] += isinstance(piece, ToolCall)
+            yield line(self._object(self.part, [{"index": place, "finish_reason": None} | delta]))
+        if has_usage:
+            yield line(self._object(self.part, [], usage=self.usage))
+        yield "data: [DONE]\n\n"
+
+    def starts(self, place: int) -> Iterator[dict[str, Any]]:
+        """Yield what a stream has before the first piece."""
+        yield {"delta": {"role": "assistant", "content": ""}}
+
+    def empty(self) -> dict[str, Any]:
+        """Return a part without text."""
+        return {"delta": {}}
+
+    def delta(self, place: int, piece: Piece, calls: int) -> dict[str, Any]:
+        """Return a piece as a part of a stream, after so many calls of tools."""
+        if isinstance(piece, ToolCall):
+            return {"delta": {"tool_calls": [{"index": calls} | self._call(place, calls, piece)]}}
+        if isinstance(piece, ReasoningText):
+            return {"delta": {"reasoning_content": piece}}
+        return {"delta": {"content": piece.text}} | self.logprobs(place, piece.told)
+
+    def complete(self, place: int, pieces: list[Piece]) -> dict[str, Any]:
+        """Return a choice of which all pieces are known."""
+        texts = [piece for piece in pieces if isinstance(piece, Text)]
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(piece.text for piece in texts)}
+        if thoughts := "".join(piece for piece in pieces if isinstance(piece, ReasoningText)):
+            message["reasoning_content"] = thoughts
+        if calls := [piece for piece in pieces if isinstance(piece, ToolCall)]:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [self._call(place, number, call) for number, call in enumerate(calls)]
+        return {"message": message} | self.logprobs(place, [told for piece in texts for told in piece.told])
+
+    def _call(self, place: int, number: int, call: ToolCall) -> dict[str, Any]:
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": f"call_{self.name}_{place}_{number}", "type": "function", "function": function}
+
+    def logprobs(self, place: int, told: list[Told]) -> dict[str, Any]:
+        """Return the log probabilities of tokens, if they are told."""
+        if self.choices[place].tops is None:
+            return {}
+
+        def of(token: str, logprob: float) -> dict[str, Any]:
+            return {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="surrogateescape"))}
+
+        tokens = [of(one.token, one.logprob) | {"top_logprobs": [of(*other) for other in one.top]} for one in told]
+        return {"logprobs": {"content": tokens, "refusal": None}}
+
+
+class Continuation(Answer):
+    """The JSON of continued texts, each after its prompt if that is repeated."""
+
+    kind = part = "text_completion"
+    prefix = "cmpl-"
+    echoes: Sequence[str] = ()
+
+    def starts(self, place: int) -> Iterator[dict[str, Any]]:
+        if self.echoes:
+            yield {"text": self.echoes[place], "logprobs": None}
+
+    def empty(self) -> dict[str, Any]:
+        return {"text": "", "logprobs": None}
+
+    def delta(self, place: int, piece: Any, calls: int) -> dict[str, Any]:
+        return {"text": piece.text, "logprobs": None} | self.logprobs(place, piece.told)
+
+    def complete(self, place: int, pieces: list[Any]) -> dict[str, Any]:
+        text = "".join([*self.echoes[place : place + 1], *(piece.text for piece in pieces)])
+        told = [one for piece in pieces for one in piece.told]
+        return {"text": text, "logprobs": None} | self.logprobs(place, told)
+
+    def logprobs(self, place: int, told: list[Told]) -> dict[str, Any]:
+        if self.choices[place].tops is None:
+            return {}
+        sizes = [len(one.token) for one in told]
+        fields = {"tokens": [one.token for one in told], "token_logprobs": [one.logprob for one in told]}
+        offsets = [sum(sizes[:number]) for number in range(len(sizes))]
+        tops = [dict(reversed(one.top)) for one in told]
+        return {"logprobs": fields | {"top_logprobs": tops, "text_offset": offsets}}
+
+
+class Response(Answer):
+    """The JSON of the Responses API, as `transformers serve` writes it."""
+
+    async def stream(self, has_usage: bool = False) -> AsyncIterator[str]:
+        same = {"id": f"resp_{self.name}", "created_at": self.created, "model": self.model, "object": "response"}
+        same |= {"tools": [], "tool_choice": "auto", "parallel_tool_calls": not self.choices[0].is_one_call}
+        builder = _ResponseStreamBuilder(request_id=self.name, response_defaults=same)
+        yield "".join(builder.start_response())
+        calls = 0
+        async for _, piece in together(self.choices):
+            yield "".join(self._events(builder, piece, calls))
+            calls += isinstance(piece, ToolCall)
+        yield "".join(builder.completed(compute_usage(self.prompt_tokens, self.choices[0].count)))
+
+    def _events(self, builder: _ResponseStreamBuilder, piece: Piece | None, calls: int) -> Iterator[str]:
+        if isinstance(piece, ReasoningText):
+            if not builder.reasoning_open:
+                yield from builder.start_reasoning()
+            yield from builder.reasoning_delta(piece)
+            return
+        if builder.reasoning_open:
+            yield from builder.finish_reasoning()
+        if isinstance(piece, ToolCall):
+            if builder.message_open:
+                yield from builder.finish_message()
+            yield from builder.tool_call(f"call_{self.name}_{calls}", piece.name, piece.arguments)
+            return
+        if not builder.message_open and (piece is not None or builder.message_item is None):
+            yield from builder.start_message()
+        if piece is not None:
+            yield from builder.text_delta(piece.text)
+        elif builder.message_open:
+            yield from builder.finish_message()
+
+    async def whole(self) -> dict[str, Any]:
+        *_, last = [event async for event in self.stream()]
+        found: dict[str, Any] = json.loads(last.removeprefix("data: "))["response"]
+        return found

@@ -1,123 +1,49 @@
 """The routes of `hf-longspec serve`, and their errors: 4xx for what a client can mend."""
 
 import asyncio
-import copy
-import re
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from typing import Any
 from uuid import uuid4
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.completion import CompletionHandler
+from starlette.middleware.cors import CORSMiddleware
 
 from ...cli import PYDANTIC, one_line
-from ...structured_output import StructuredOutput
-from .answers import Cancelled, Decoder, Job
-from .requests import ChatRequest, CompletionRequest, ImagePart, Sampling
+from .answers import Answer, Choice, Continuation, line
+from .answers import Response as ResponseAnswer
+from .engine import Engine
+from .fields import ChatRequest, CompletionRequest, ResponseRequest, Sampling
+from .prompts import Prompt, Reader
 
 MIB = 2**20
 # Prompts that are tokenized at the same time. A text takes up to 200 times its size then.
 READERS = 2
 # Of nginx: the client has closed the request.
 CLIENT_LEFT = 499
+# Seconds after which a client may ask again when the server is full.
+RETRY_AFTER = 5
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on what clients may ask for."""
+    """Bounds on what clients may ask for, and who they are."""
 
     body: int  # MiB of a request
     tokens: int  # new tokens of a request
     waiting: int  # requests that wait for another one
-    cache: int  # MiB of keys and values of texts before the last one
-
-
-class OneRequest:
-    """A handler of transformers for one request.
-
-    Its coroutine reads the request and returns the call that generates: reading takes a thread, so that a long prompt
-    does not hold up other requests, and generation needs the loop of the server.
-    """
-
-    def __init__(self, models: Any, job: Job, request: Any, most: int):
-        super().__init__(models, job)  # type: ignore[call-arg]
-        self.request, self._job = request, job
-        self._generation = partial(request.generation, vocab_size=job.decoder.vocab_size, most=most)
-
-    def _resolve_model(self, body: dict[str, Any]) -> Any:
-        name, model, processor = super()._resolve_model(body)  # type: ignore[misc]
-        tokenizer = getattr(processor, "tokenizer", processor)
-        if structure := self.request.structure:
-            ends = self._job.decoder.model.generation_config.eos_token_id
-            self._job.processors = {"logits_processor": [StructuredOutput(tokenizer, **structure, eos_token_id=ends)]}
-        return name, model, processor
-
-    def _validate_request(self, body: dict[str, Any]) -> None:
-        """Do nothing: fields have been checked."""
-
-    def _build_generation_config(self, body: dict[str, Any], defaults: Any, use_cb: bool = False) -> Any:
-        return self._generation(defaults)
-
-    def _streaming(self, *args: Any, **kwargs: Any) -> Any:
-        async def stream() -> Any:
-            return super(OneRequest, self)._streaming(*args, **kwargs)  # type: ignore[misc]
-
-        return stream
-
-    async def _non_streaming(self, *args: Any, **kwargs: Any) -> Any:
-        return partial(super()._non_streaming, *args, **kwargs)  # type: ignore[misc]
-
-
-class Completion(OneRequest, CompletionHandler):
-    """Continues a text."""
-
-
-class Chat(OneRequest, ChatCompletionHandler):
-    """Answers a chat."""
-
-    def _resolve_model(self, body: dict[str, Any]) -> Any:
-        name, model, processor = super()._resolve_model(body)
-        template = getattr(processor, "chat_template", None)
-        if template is None:
-            remedy = "Save one with the tokenizer, or send the prompt to /v1/completions."
-            raise HTTPException(400, f"messages: the tokenizer of {name} has no chat template. {remedy}")
-        parts = (
-            part for message in self.request.messages if isinstance(message.content, list) for part in message.content
-        )
-        if not hasattr(processor, "image_processor") and any(isinstance(part, ImagePart) for part in parts):
-            raise HTTPException(400, f"messages: {name} reads no images. Send text alone.")
-        own = signature(processor.apply_chat_template).parameters.keys() - {"tools"}
-        for key in [*(self.request.chat_template_kwargs or ()), *(["tools"] if self.request.tools else [])]:
-            if key in own or not re.search(rf"\b{re.escape(key)}\b", str(template)):
-                raise HTTPException(400, f"{key}: the chat template of {name} does not use it. Leave it out.")
-        return name, model, reading_calls(processor, model) if self.request.must_call else processor
-
-
-def reading_calls(processor: Any, model: Any) -> Any:
-    """Return a copy of a processor that reads an answer as the call of a tool, or as text if it was cut off."""
-    processor = copy.copy(processor)
-    tokenizer = getattr(processor, "tokenizer", processor)
-    if tokenizer is not processor:
-        tokenizer = processor.tokenizer = copy.copy(tokenizer)
-    ends = model.generation_config.eos_token_id
-    ends = [tokenizer.decode([end]) for end in (ends if isinstance(ends, list) else [ends])]
-    call = r'\{"name": "(?P<name>[^"]*)", "arguments": (?P<arguments>\{.*\})\}'
-    function = {"name": "{name}", "arguments": "{arguments}"}
-    tool_calls = {"open_pattern": f"{call}(?={'|'.join(map(re.escape, ends))})", "close": ends, "repeats": True}
-    tool_calls |= {"content": "text", "transform": {"type": "function", "function": function}}
-    fields = {"content": {"close": ends, "content": "text"}, "tool_calls": tool_calls}
-    # the answer begins where the prompt ends, whatever that says
-    tokenizer.response_template = {"start_anchor_pattern": r"\Z", "fields": fields}
-    return processor
+    cache: int  # MiB of keys and values of earlier texts
+    api_key: str | None = None
+    origins: tuple[str, ...] = ()  # of pages in browsers that may ask
 
 
 class Wanted(BaseModel):
@@ -127,91 +53,189 @@ class Wanted(BaseModel):
 
 
 class Routes:
-    """The application of the server; `models` is a `ModelManager` with one model."""
+    """The application of the server.
 
-    def __init__(self, models: Any, decoder: Decoder, limits: Limits):
-        self.models, self.decoder, self.limits = models, decoder, limits
-        self.name = models.force_model
+    Args:
+        engine (`Engine`): The model with its draft.
+        processor (`PreTrainedTokenizerBase` or `ProcessorMixin`): Its tokenizer or processor.
+        name (`str`): Its name in requests.
+        limits (`Limits`): Bounds on requests.
+    """
+
+    def __init__(self, engine: Engine, processor: Any, name: str, limits: Limits):
+        self.engine, self.limits, self.name = engine, limits, name
+        self.reader = Reader(engine, processor, name, limits.tokens)
         self._readers = CapacityLimiter(READERS)
-        self.app = FastAPI(openapi_url=None, redirect_slashes=False)
+        self.app = FastAPI(openapi_url=None, redirect_slashes=False, lifespan=self._lifespan)
         self.app.add_middleware(RequestBodyLimitMiddleware, max_body_size=limits.body * MIB)
+        if limits.origins:
+            self.app.add_middleware(
+                CORSMiddleware, allow_origins=limits.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            )
         self.app.add_exception_handler(AnyHTTPException, refused)
         self.app.add_exception_handler(RequestValidationError, malformed)
-        self.app.post("/v1/chat/completions")(self.chat)
-        self.app.post("/v1/completions")(self.complete)
-        self.app.post("/load_model")(self.load_model)
-        self.app.get("/v1/models")(self.list_models)
+        known = [Depends(self._know)]
+        self.app.post("/v1/chat/completions", dependencies=known)(self.chat)
+        self.app.post("/v1/completions", dependencies=known)(self.complete)
+        self.app.post("/v1/responses", dependencies=known)(self.respond)
+        self.app.post("/load_model", dependencies=known)(self.load_model)
+        self.app.get("/v1/models", dependencies=known)(self.list_models)
+        self.app.get("/v1/models/{name:path}", dependencies=known)(self.describe_model)
+        self.app.get("/metrics", dependencies=known)(engine.metrics.page)
         self.app.get("/health")(self.health)
-        self.app.get("/metrics")(decoder.metrics.page)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await to_thread.run_sync(self.engine.close)
+
+    async def _know(self, http: Request) -> None:
+        """Refuse clients without the key."""
+        given = http.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.limits.api_key and not secrets.compare_digest(given.encode("latin-1"), self.limits.api_key.encode()):
+            raise HTTPException(401, "The API key is wrong. Send that of the server as `Authorization: Bearer KEY`.")
 
     async def chat(self, http: Request, request: ChatRequest) -> Response:
-        return await self._answer(Chat, http, request)
+        return await self._answer(Answer, self.reader.chat, http, request)
 
     async def complete(self, http: Request, request: CompletionRequest) -> Response:
-        return await self._answer(Completion, http, request)
+        return await self._answer(Continuation, self.reader.completion, http, request)
+
+    async def respond(self, http: Request, request: ResponseRequest) -> Response:
+        try:
+            chat = request.chat()
+        except ValidationError as error:
+            raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from error
+        return await self._answer(ResponseAnswer, self.reader.chat, http, chat)
 
     async def load_model(self, wanted: Wanted) -> Response:
         """Say in the words of `transformers serve` that the model is loaded, which `transformers chat` asks first."""
         if wanted.model != self.name:
             raise HTTPException(403, f"This server has one model. Ask for {self.name!r}.")
-        event = JSONResponse({"status": "ready", "model": self.name, "cached": True}).body
-        return Response(b"data: " + bytes(event) + b"\n\n", media_type="text/event-stream")
+        return Response(line({"status": "ready", "model": self.name, "cached": True}), media_type="text/event-stream")
 
     async def list_models(self) -> dict[str, Any]:
-        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "local"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [await self.describe_model(self.name)]}
+
+    async def describe_model(self, name: str) -> dict[str, Any]:
+        if name != self.name:
+            raise HTTPException(404, f"This server has one model. Ask for {self.name!r}.")
+        return {"id": self.name, "object": "model", "created": 0, "owned_by": "local"}
 
     async def health(self) -> dict[str, str]:
         return {"status": "ok"}
 
-    async def _answer(self, kind: type[OneRequest], http: Request, request: Sampling) -> Response:
-        if len(self.decoder.jobs) >= self.decoder.rows + self.limits.waiting:
-            raise HTTPException(429, f"{self.limits.waiting} requests wait already. Try again later.")
-        job = Job(self.decoder, request.seed)
-        job.watch(http.receive)
-        handler: Any = kind(self.models, job, request, self.limits.tokens)
-        body = request.model_dump(exclude_unset=True)
+    async def _answer(
+        self, kind: type[Answer], read: Callable[[Any], list[Prompt]], http: Request, request: Sampling
+    ) -> Response:
+        if request.model not in (None, self.name):
+            raise HTTPException(400, f"model={request.model!r}: this server has one model. Ask for {self.name!r}.")
+        room = self.engine.rows + self.limits.waiting
+        wanted = request.n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+        if wanted > room:
+            raise HTTPException(400, f"The request asks for {wanted} answers, and this server has room for {room}.")
+        if len(self.engine.jobs) + wanted > room:
+            waiting = {"Retry-After": str(RETRY_AFTER)}
+            raise HTTPException(429, f"{self.limits.waiting} requests wait already. Try again later.", waiting)
+        name = uuid4().hex
         try:
-            start = await to_thread.run_sync(read, handler, body, limiter=self._readers)
-            response: Response = await start()
-        except Cancelled:
-            return Response(status_code=CLIENT_LEFT)
+            prompts = await to_thread.run_sync(read, request, limiter=self._readers)
+        except Exception as error:
+            raise HTTPException(400, f"The request cannot be read: {one_line(error)}") from error
+        answer = await self._begin(kind, name, prompts, request)
+        if isinstance(request, CompletionRequest) and request.echo:
+            answer.echoes = [prompt.text for prompt in prompts for _ in range(request.n)]
+        if request.stream:
+            has_usage = request.stream_options is not None and request.stream_options.include_usage
+            return StreamingResponse(guarded(answer.stream(has_usage)), media_type="text/event-stream")
+        return await until_left(http, answer.whole())
+
+    async def _begin(self, kind: type[Answer], name: str, prompts: list[Prompt], request: Sampling) -> Answer:
+        """Submit all answers of a request; each further one of a prompt has the next seed."""
+        choices = list[Choice]()
+        try:
+            for prompt in prompts:
+                for number in range(request.n):
+                    parser = None if prompt.make_parser is None else prompt.make_parser()
+                    tokenizer, tops = self.reader.tokenizer, request.tops
+                    is_one_call = not getattr(request, "parallel_tool_calls", True)
+                    choice = Choice(tokenizer, prompt.config, request.stops, tops, parser, is_one_call)
+                    seed = None if request.seed is None else request.seed + number
+                    submit = partial(
+                        self.engine.submit,
+                        prompt.inputs,
+                        prompt.config,
+                        make_processors=prompt.processors,
+                        streamer=choice,
+                        tokenizer=tokenizer,
+                        seed=seed,
+                        on_logits=None if tops is None else choice.on_logits,
+                        is_shared=request.n > 1,
+                    )
+                    choice.follow(await to_thread.run_sync(submit))
+                    choices.append(choice)
         except BaseException as error:
-            job.end()
-            if isinstance(error, HTTPException) or not isinstance(error, Exception):
-                raise
-            status = 400 if isinstance(error, ValueError) else 500  # `generate` says so of its arguments
-            raise HTTPException(status, one_line(error)) from error
-        return response
+            for choice in choices:
+                choice.request.cancel()
+            if isinstance(error, ValueError):
+                raise HTTPException(400, one_line(error)) from error
+            raise
+        return kind(name, self.name, choices, sum(prompt.inputs["input_ids"].shape[-1] for prompt in prompts))
 
 
-def read(handler: Any, body: dict[str, Any]) -> Any:
-    """Return the call that generates, or refuse what the chat template, the tokenizer or the model cannot read."""
+async def guarded(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Yield the events of a stream. An error is its last one."""
     try:
-        return asyncio.run(handler.handle_request(body, str(uuid4())))
-    except HTTPException:
-        raise
+        async for event in events:
+            yield event
     except Exception as error:
-        raise HTTPException(400, f"The request cannot be read: {one_line(error)}") from error
+        yield line(_error(500, one_line(error)))
 
 
-def _error(status: int, message: str) -> JSONResponse:
+async def until_left(http: Request, answer: Any) -> Response:
+    """Return an answer when it is complete, unless the client disconnects before."""
+
+    async def left() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.create_task(answer), asyncio.create_task(left())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            return Response(status_code=CLIENT_LEFT)
+        return JSONResponse(tasks[0].result())
+    except ValueError as error:  # `generate` says so of its arguments
+        raise HTTPException(400, one_line(error)) from error
+    except Exception as error:
+        raise HTTPException(500, one_line(error)) from error
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _error(status: int, message: str) -> dict[str, Any]:
     """Return an error as clients of the API read it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     message = message.encode("utf-8", "backslashreplace").decode()  # JSON of a client may have lone surrogates
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
+    return {"error": {"message": message, "type": kind, "code": status}}
 
 
 async def refused(http: Request, error: Any) -> Response:
-    return _error(error.status_code, str(error.detail))
+    return JSONResponse(_error(error.status_code, str(error.detail)), error.status_code, error.headers)
 
 
 async def malformed(http: Request, error: Any) -> Response:
     """Answer a body that is not JSON, or the first field that is wrong: its name, value and rule."""
     first = error.errors()[0]
-    name = f"{'.'.join(map(str, first['loc'][1:])):.100}" or "the body"
+    name = f"{'.'.join(map(str, first['loc'][1:])):.100}"
+    said = first["msg"].removeprefix(PYDANTIC)
     if first["type"] == "extra_forbidden":
-        return _error(400, f"{name}: this server has no such field. Leave it out.")
-    if first["type"] == "json_invalid":
-        return _error(400, f"The body is not JSON: {first['ctx']['error']} at character {name}.")
-    return _error(400, f"{name}={first['input']!a:.60}: {first['msg'].removeprefix(PYDANTIC)}.")
+        said = f"{name}: this server has no such field. Leave it out."
+    elif first["type"] == "json_invalid":
+        said = f"The body is not JSON: {first['ctx']['error']} at character {name}."
+    elif name and first["type"] != "refused":
+        said = f"{name}={first['input']!a:.60}: {said}."
+    elif first["type"] != "refused":
+        said = f"the body: {said}."
+    return JSONResponse(_error(400, said), 400)

@@ -340,6 +340,7 @@ class GatedDrafter(DrafterAround):
         inner.follow(gate)
         self._stats, self._keep, self._clock = stats, keep, inner.binding.target.clock
         self._is_open = self._was_open = True
+        self.is_awaited = False  # whether the other drafter is needed as if it had observed all steps
         self._began = self._drafted = 0.0
         self._prompts: list[torch.Tensor] = []
         self._emitted: list[array[int]] = []
@@ -366,10 +367,13 @@ class GatedDrafter(DrafterAround):
         self._prompts, self._emitted = list(texts), [array("q", tokens) for tokens in verification.tokens]
         self.inner.start(texts, verification)
 
-    def take(self, row: int, other: Drafter) -> None:
+    def take(self, row: int, other: Any, of: int = 0) -> None:
         """Let the other drafter take a row, and note the text of its drafter."""
-        self.inner.take(row, other)
-        sequences = other.binding.rule.sequences  # type: ignore[union-attr]
+        super().take(row, other, of)
+        if isinstance(other, GatedDrafter):
+            self._prompts[row], self._emitted[row] = other._prompts[of], other._emitted[of][:]
+            return
+        sequences = other.binding.rule.sequences
         self._prompts[row] = sequences.tokens[0, : sequences.prompt_length]
         self._emitted[row] = sequences.generated[0][:]
 
@@ -377,10 +381,15 @@ class GatedDrafter(DrafterAround):
         """Return the other drafter's tree, or the root alone."""
         self._began = self._clock()
         self.gate.reach(max(self.binding.cache.lengths.host))
-        self._was_open, self._is_open = self._is_open, self.gate.speculates()
+        self._was_open, self._is_open = self._is_open, self.gate.speculates() or self.is_awaited
         tree = self.inner.propose(root) if self._drafts else DraftTree.root_only(root)
         self._drafted = self._clock()
         return tree
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the other drafter has observed all steps so far."""
+        return self._is_open
 
     @property
     def _drafts(self) -> bool:

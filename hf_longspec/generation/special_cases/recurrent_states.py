@@ -202,8 +202,8 @@ class RecurrentStates:
         for index, layer in enumerate(self.layers):
             layer.put({name: entries.get(f"{index}.{name}") for name in STATES})
 
-    def take_row(self, row: int, other: "RecurrentStates") -> None:
-        """Replace the states of a row by those that another cache keeps of its one row."""
+    def take_row(self, row: int, other: "RecurrentStates", of: int = 0) -> None:
+        """Replace the states of a row by those that another cache keeps of its row `of`."""
         for own, layer in zip(self.layers, other.layers, strict=True):
             states: dict[str, torch.Tensor | None] = {}
             for name in STATES:
@@ -212,7 +212,7 @@ class RecurrentStates:
                     state = taken.new_zeros(self.cache.batch_size, *taken.shape[1:])
                 if state is not None:  # before the first token, states are zeros
                     state = state.clone()
-                    state[row] = 0 if taken is None else taken[0]
+                    state[row] = 0 if taken is None else taken[of]
                 states[name] = state
             own.put(states)
 

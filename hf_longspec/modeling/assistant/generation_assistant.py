@@ -239,11 +239,11 @@ class AssistantDrafter(Drafter):
     def row_states(self) -> Sequence[torch.Tensor]:
         return (self.pending,)
 
-    def take(self, row: int, other: Any) -> None:
-        super().take(row, other)
-        self.cache.take_row(row, other.cache)
+    def take(self, row: int, other: Any, of: int = 0) -> None:
+        super().take(row, other, of)
+        self.cache.take_row(row, other.cache, of)
         counts = list(self.counts.host)
-        counts[row] = other.counts.host[0]
+        counts[row] = other.counts.host[of]
         self.counts = SeqLens(counts)
 
     def observe(self, verification: Verification) -> None:

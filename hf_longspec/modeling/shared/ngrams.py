@@ -276,11 +276,11 @@ class NgramDrafter(Drafter):
     def row_states(self) -> Sequence[Any]:
         return (self.indexes,)
 
-    def take(self, row: int, other: Drafter) -> None:
+    def take(self, row: int, other: Drafter, of: int = 0) -> None:
         """Remember the generated tokens of a row, and take the index of another drafter for it."""
         if self.memory is not None and self.binding.rule is not None:
             self.memory.remember([text for text in self.binding.rule.sequences.generated[row : row + 1] if text])
-        super().take(row, other)
+        super().take(row, other, of)
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         target, cache, table = self.binding.target, self.binding.cache, self.table(root)
@@ -355,10 +355,10 @@ class JoinedDrafter(DrafterAround):
         self.inner.observe(verification)
         self.ngrams.observe(verification)
 
-    def take(self, row: int, other: Any) -> None:
+    def take(self, row: int, other: Any, of: int = 0) -> None:
         """Let both drafters take a row."""
-        self.inner.take(row, other.inner)
-        self.ngrams.take(row, other.ngrams)
+        self.inner.take(row, other.inner, of)
+        self.ngrams.take(row, other.ngrams, of)
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return one tree after `root` `(batch,)`: that of the other drafter, then n-grams that it does not contain."""

@@ -185,18 +185,18 @@ class SelectedCache(CompactCache):
         self.share_dense()
         self._size = capacity_for(self.used.lengths.longest + self.room)
 
-    def take(self, row: int, other: "SelectedCache") -> None:
-        """Replace the phase of a row by that of another such cache with one row, which the cache has taken, too."""
+    def take(self, row: int, other: "SelectedCache", of: int = 0) -> None:
+        """Replace the phase of a row by that of row `of` of another such cache, which the cache has taken, too."""
         counts, used = list(self.counts), list(self.used.lengths.host)
-        counts[row], used[row] = other.counts[0], other.used.lengths.host[0]
+        counts[row], used[row] = other.counts[of], other.used.lengths.host[of]
         self.begin(counts, [length - count for length, count in zip(used, counts, strict=True)])
         for index in self.sparse_layers:
             layer, taken = self.layers[index], other.layers[index]
             if layer.keys.shape[2] < self._size:  # see `allocate`
                 missing = self._size - layer.keys.shape[2]
                 layer.place(*(torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (layer.keys, layer.values)))
-            layer.keys[row, :, : used[row]] = taken.keys[0, :, : used[row]]
-            layer.values[row, :, : used[row]] = taken.values[0, :, : used[row]]
+            layer.keys[row, :, : used[row]] = taken.keys[of, :, : used[row]]
+            layer.values[row, :, : used[row]] = taken.values[of, :, : used[row]]
 
     def layers_by_device(self) -> dict[torch.device, list[int]]:
         """Return the sparse layers of every device."""
@@ -314,10 +314,10 @@ class WindowedCache(SpeculativeCache):
         self.dropped = SeqLens(dropped, numbers[2])
         self._set_lengths(SeqLens(lengths, numbers[1]))  # recurrent states stay those of the whole text
 
-    def take_row(self, row: int, other: Any) -> None:
-        super().take_row(row, other)
+    def take_row(self, row: int, other: Any, of: int = 0) -> None:
+        super().take_row(row, other, of)
         dropped = list(self.dropped.host)
-        dropped[row] = other.dropped.host[0]
+        dropped[row] = other.dropped.host[of]
         self.dropped = SeqLens(dropped)
 
     def reset(self) -> None:

@@ -68,8 +68,8 @@ class SpecAttnDrafter(SelfDrafter):
             sum_ranks=self.binding.target.sum_ranks,
         )
 
-    def take(self, row: int, other: Any) -> None:
-        self.sparse.take(row, other.sparse)
+    def take(self, row: int, other: Any, of: int = 0) -> None:
+        self.sparse.take(row, other.sparse, of)
 
     def observe(self, verification: Verification) -> None:
         """Select the entries of the next phase: the best ones of the scored prefix, and all tokens committed since."""

@@ -98,18 +98,18 @@ class PartialCache(CompactCache):
         """Forget all builds, and keep the buffers."""
         self.built, self.copied = [None] * self.cache.batch_size, [0] * self.cache.batch_size
 
-    def take(self, row: int, other: "PartialCache") -> None:
-        """Replace the entries of a row by those of another such cache with one row."""
-        self.built[row], self.copied[row] = other.built[0], other.copied[0]
+    def take(self, row: int, other: "PartialCache", of: int = 0) -> None:
+        """Replace the entries of a row by those of row `of` of another such cache."""
+        self.built[row], self.copied[row] = other.built[of], other.copied[of]
         used = list(self.used.lengths.host)
-        used[row] = other.used.lengths.host[0]
+        used[row] = other.used.lengths.host[of]
         self.used.lengths = SeqLens(used)
         self.share_dense()
         for index in self.sparse_layers:
             layer, taken = self.layers[index], other.layers[index]
             if not layer.is_initialized:
                 self._allocate(index)
-            layer.keys[row], layer.values[row] = taken.keys[0], taken.values[0]
+            layer.keys[row], layer.values[row] = taken.keys[of], taken.values[of]
 
     def due(self, count: int) -> list[int]:
         """Return the rows that need a build before `count` more tokens are committed."""
@@ -237,11 +237,11 @@ class TokenSwiftDrafter(Drafter):
     def row_states(self) -> Sequence[torch.Tensor]:
         return (self.hidden,)
 
-    def take(self, row: int, other: Any) -> None:
+    def take(self, row: int, other: Any, of: int = 0) -> None:
         if self.partial is None:
-            super().take(row, other)
+            super().take(row, other, of)
         else:
-            self.partial.take(row, other.partial)
+            self.partial.take(row, other.partial, of)
 
     def capture(self, tree: DraftTree) -> QueryCapture | ScoreCapture | None:
         """Return a capture for the scores of entries if a build is due after this verification."""

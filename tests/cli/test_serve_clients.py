@@ -1,0 +1,111 @@
+"""Clients of the OpenAI API that people have, as they are: their texts are those of plain `generate`.
+
+Each test needs its client: langchain-openai, llama-index-llms-openai-like, litellm, instructor, lm-eval[api].
+"""
+
+import json
+from typing import Literal
+
+import openai
+import pydantic
+import pytest
+
+from tests.cli.served import NEW, Reference, serving, with_template
+
+pytestmark = pytest.mark.soak
+QUESTION = "one two three, one two three, one two"
+STOP = "\n\n"
+
+
+class Pick(pydantic.BaseModel):
+    """An animal."""
+
+    kind: Literal["cat", "dog"]
+    old: bool
+
+
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for message in messages %}{{ message.role }}: "
+WITH_TOOLS += "{{ message.content }}\n{% endfor %}assistant: "
+
+
+@pytest.fixture(scope="module")
+def target(tiny, tmp_path_factory):
+    return with_template(tiny.target, tmp_path_factory.mktemp("clients") / "tiny", WITH_TOOLS)
+
+
+@pytest.fixture(scope="module")
+def server(target):
+    with serving(target, rows=4) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def expected(target):
+    return Reference(target)
+
+
+@pytest.fixture
+def stop(expected):
+    """A text that ends an answer, and the answer before it."""
+    whole = expected(QUESTION, 40)
+    return whole[20:22], whole[: whole.index(whole[20:22])]
+
+
+def test_langchain(server, expected, stop):
+    chat = pytest.importorskip("langchain_openai").ChatOpenAI
+    model = chat(base_url=f"{server.address}/v1", api_key="none", model=server.model, temperature=0, max_tokens=NEW)
+    assert model.invoke(QUESTION).content == expected(QUESTION)
+    assert "".join(chunk.content for chunk in model.stream(QUESTION)) == expected(QUESTION)
+    longer = model.bind(stop=[stop[0]], max_tokens=40)
+    assert longer.invoke(QUESTION).content == stop[1]
+    structured = model.bind(max_tokens=200).bind_tools([Pick], tool_choice="Pick").invoke("a cat")
+    assert Pick(**structured.tool_calls[0]["args"])
+    whole = chat(base_url=f"{server.address}/v1", api_key="none", model=server.model, temperature=0, max_tokens=200)
+    assert isinstance(whole.with_structured_output(Pick, method="json_schema").invoke("a cat"), Pick)
+
+
+def test_llama_index(server, expected):
+    like = pytest.importorskip("llama_index.llms.openai_like").OpenAILike
+    model = like(
+        api_base=f"{server.address}/v1", api_key="none", model=server.model, is_chat_model=True, temperature=0,
+        max_tokens=NEW,
+    )  # fmt: skip
+    assert model.complete(QUESTION).text == expected(QUESTION)
+    assert [part.text for part in model.stream_complete(QUESTION)][-1] == expected(QUESTION)
+
+
+def test_litellm(server, expected, stop):
+    litellm = pytest.importorskip("litellm")
+    how = {"model": f"openai/{server.model}", "api_base": f"{server.address}/v1", "api_key": "none", "temperature": 0}
+    messages = [{"role": "user", "content": QUESTION}]
+    answer = litellm.completion(messages=messages, max_tokens=NEW, user="me", **how)
+    assert answer.choices[0].message.content == expected(QUESTION)
+    chunks = litellm.completion(messages=messages, max_tokens=NEW, stream=True, **how)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected(QUESTION)
+    answer = litellm.completion(messages=messages, max_tokens=40, stop=[stop[0]], **how)
+    assert answer.choices[0].message.content == stop[1]
+
+
+def test_instructor(server):
+    instructor = pytest.importorskip("instructor")
+    client = instructor.from_openai(openai.OpenAI(base_url=f"{server.address}/v1", api_key="none"))
+    messages = [{"role": "user", "content": "a cat"}]
+    answer = client.chat.completions.create(
+        model=server.model, messages=messages, response_model=Pick, max_tokens=200, temperature=0, max_retries=0
+    )
+    assert isinstance(answer, Pick)
+
+
+def test_lm_eval(server, expected, stop):
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalChatCompletion
+
+    assert lm_eval
+    model = LocalChatCompletion(
+        base_url=f"{server.address}/v1/chat/completions", model=server.model, tokenizer_backend=None
+    )
+    question = json.dumps([{"role": "user", "content": QUESTION}])
+    arguments = {"until": [stop[0]], "max_gen_toks": 40, "temperature": 0}
+    requests = [Instance("generate_until", {}, (model.apply_chat_template(json.loads(question)), arguments), 0)]
+    assert model.generate_until(requests) == [stop[1]]
