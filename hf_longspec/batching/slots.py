@@ -71,7 +71,8 @@ class RowSession(Session):
         self._source, self._limit = source, call.max_length
         call.max_length = max_length
         super().__init__(call)
-        self.on_logits, self.outputs = on_logits, SlotOutputs([self])
+        self.on_logits = on_logits
+        self.outputs: Any = SlotOutputs([self])
         self.coupling = self.rule.coupling()
         self.grammar = next(filter(is_grammar, self.rule.processors), None)
 
@@ -363,7 +364,7 @@ class SlotSession(Session):
 
     def __init__(self, call: Call, empty: Call):
         super().__init__(call)
-        self.outputs = SlotOutputs(self.slots)
+        self.outputs: Any = SlotOutputs(self.slots)
         tails = self.prefill()
         with self.attention():
             self.seed(tails)

@@ -4,7 +4,6 @@ import random
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import wraps
 
 import openai
 import pytest
@@ -12,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_longspec import SpeculativeCache
+from hf_longspec.batching.slots import SlotSession
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.prefix_cache import continues_as_one_text
 from tests.cli.conftest import HUB_CARDS
@@ -19,6 +19,7 @@ from tests.cli.served import NEW, Held, Reference, answered, ask, sent, serving,
 from tests.pairwise import few
 from tests.robustness.peaked_weights import peak
 from tests.robustness.shrunk_configs import shrunk_config
+from tests.watching import before as called_before
 
 # Keys and values; the same and states in each layer; layers with states alone beside others.
 TARGETS = "llama", "falcon_h1", "granitemoehybrid"
@@ -90,26 +91,24 @@ def fail_before_reading(server, monkeypatch):
         patched.setattr(server.target, "generate", broken)
         with pytest.raises(openai.APIError) as error:
             streamed(server, SHARED + "left")
-        assert error.value.body == '"broken"; by a test'
+        assert error.value.body["message"] == '"broken"; by a test'
         with pytest.raises(openai.InternalServerError, match="broken"):
             answered(server, SHARED + "left")
 
 
 def fail_in_the_middle(server, monkeypatch):
-    forward, calls = server.target.forward, []
+    calls = []
 
-    @wraps(forward)  # the signature tells `generate` which arguments there are
-    def broken(*args, **kwargs):
+    def break_later(session):
         calls.append(None)
         if len(calls) > 3:
             raise RuntimeError("broken by a test")
-        return forward(*args, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(server.target, "forward", broken)
+        called_before(patched, SlotSession, "iterate", break_later)
         with pytest.raises(openai.APIError) as error:
-            streamed(server, SHARED + "left")
-        assert error.value.body == "broken by a test"
+            streamed(server, SHARED + "left", new=90)
+        assert error.value.body["message"] == "broken by a test"
 
 
 ENDS = [leave_while_waiting, leave_in_the_middle, fail_before_reading, fail_in_the_middle]

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import GenerationConfig
@@ -41,7 +41,8 @@ class Text:
     told: list[Told] = field(default_factory=list)
 
 
-Piece = Text | ReasoningText | ToolCall
+# A `Text`, a `ReasoningText` or a `ToolCall`.
+Piece: TypeAlias = Any
 
 
 class Choice(BaseStreamer):
@@ -237,6 +238,7 @@ class Answer:
     """
 
     kind, part, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    echoes: Sequence[str] = ()  # prompts before their continuations
 
     def __init__(self, name: str, model: str, choices: list[Choice], prompt_tokens: int):
         self.name, self.model, self.choices, self.prompt_tokens = name, model, choices, prompt_tokens
@@ -271,7 +273,7 @@ class Answer:
             for start in self.starts(place):
                 yield line(self._object(self.part, [{"index": place, "finish_reason": None} | start]))
         calls = [0] * len(self.choices)
-        last = {} if has_usage else {"usage": None}
+        last: dict[str, Any] = {} if has_usage else {"usage": None}
         left = len(self.choices)
         async for place, piece in together(self.choices):
             left -= piece is None
@@ -336,7 +338,6 @@ class Continuation(Answer):
 
     kind = part = "text_completion"
     prefix = "cmpl-"
-    echoes: Sequence[str] = ()
 
     def starts(self, place: int) -> Iterator[dict[str, Any]]:
         if self.echoes:

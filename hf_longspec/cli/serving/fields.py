@@ -502,9 +502,10 @@ class ResponseRequest(Fields):
         if self.tools:
             flat = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]
             fields["tools"] = [{"type": "function", "function": function} for function in flat]
-        choice = self.tool_choice
-        is_named = isinstance(choice, FlatNamedTool)
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if is_named else choice
+        choice: Any = self.tool_choice
+        if isinstance(choice, FlatNamedTool):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        fields["tool_choice"] = choice
         if (format := self.text.format) is not None:
             fields["response_format"] = {"type": format.type}
             if isinstance(format, FlatSchemaFormat):

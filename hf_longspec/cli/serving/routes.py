@@ -177,9 +177,7 @@ class Routes:
         except BaseException as error:
             for choice in choices:
                 choice.request.cancel()
-            if isinstance(error, ValueError):
-                raise HTTPException(400, one_line(error)) from error
-            raise
+            raise failed(error) from error
         return kind(name, self.name, choices, sum(prompt.inputs["input_ids"].shape[-1] for prompt in prompts))
 
 
@@ -205,13 +203,18 @@ async def until_left(http: Request, answer: Any) -> Response:
         if not tasks[0].done():
             return Response(status_code=CLIENT_LEFT)
         return JSONResponse(tasks[0].result())
-    except ValueError as error:  # `generate` says so of its arguments
-        raise HTTPException(400, one_line(error)) from error
     except Exception as error:
-        raise HTTPException(500, one_line(error)) from error
+        raise failed(error) from error
     finally:
         for task in tasks:
             task.cancel()
+
+
+def failed(error: BaseException) -> BaseException:
+    """Return the status of an error: 400 for what `generate` says of its arguments, 500 for what it cannot do."""
+    if not isinstance(error, Exception) or isinstance(error, HTTPException):
+        return error
+    return HTTPException(400 if isinstance(error, ValueError) else 500, one_line(error))
 
 
 def _error(status: int, message: str) -> dict[str, Any]:
