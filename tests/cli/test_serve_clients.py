@@ -20,6 +20,7 @@ STOP = "\n\n"
 class Pick(pydantic.BaseModel):
     """An animal."""
 
+    model_config = pydantic.ConfigDict(extra="forbid")
     kind: Literal["cat", "dog"]
     old: bool
 
@@ -53,15 +54,15 @@ def stop(expected):
 
 def test_langchain(server, expected, stop):
     chat = pytest.importorskip("langchain_openai").ChatOpenAI
-    model = chat(base_url=f"{server.address}/v1", api_key="none", model=server.model, temperature=0, max_tokens=NEW)
+    how = {"base_url": f"{server.address}/v1", "api_key": "none", "model": server.model, "temperature": 0}
+    model = chat(max_tokens=NEW, **how)
     assert model.invoke(QUESTION).content == expected(QUESTION)
     assert "".join(chunk.content for chunk in model.stream(QUESTION)) == expected(QUESTION)
-    longer = model.bind(stop=[stop[0]], max_tokens=40)
-    assert longer.invoke(QUESTION).content == stop[1]
-    structured = model.bind(max_tokens=200).bind_tools([Pick], tool_choice="Pick").invoke("a cat")
-    assert Pick(**structured.tool_calls[0]["args"])
-    whole = chat(base_url=f"{server.address}/v1", api_key="none", model=server.model, temperature=0, max_tokens=200)
-    assert isinstance(whole.with_structured_output(Pick, method="json_schema").invoke("a cat"), Pick)
+    assert chat(max_tokens=40, **how).bind(stop=[stop[0]]).invoke(QUESTION).content == stop[1]
+    longer = chat(max_tokens=200, **how)
+    called = longer.bind_tools([Pick], tool_choice="Pick", strict=True).invoke("a cat")
+    assert Pick(**called.tool_calls[0]["args"])
+    assert isinstance(longer.with_structured_output(Pick, method="json_schema").invoke("a cat"), Pick)
 
 
 def test_llama_index(server, expected):

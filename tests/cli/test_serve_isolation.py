@@ -3,9 +3,11 @@
 import random
 import shutil
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -159,45 +161,58 @@ def test_a_cache_with_states_refuses_shorter_lengths():
     cache.set_lengths([0, 0])
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("pair", TARGETS, indirect=True)
-def test_sixteen_clients_that_leave_at_random(pair, monkeypatch):
-    """60 seconds of streams and single answers, some cut off, some failing: all whole ones are those of `generate`."""
-    server, expected = pair
-    texts = [SHARED[: 30 * part] + word for part in range(4) for word in ("one", "two", "three", "four five")]
-    for text in texts:
-        expected(text)
-    generate, chance, raised = server.target.generate, random.Random(0), []
+# Of the soak test, for each target.
+SECONDS = 200
+BAD = [{"n": 99}, {"messages": []}, {"no_such_field": 1}, {"stop": [""]}, {"logit_bias": {"999": 1}}]
 
-    def sometimes(*args, **kwargs):
-        if chance.random() < 0.1:
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", TARGETS)
+def test_sixteen_clients_that_leave_at_random(name, tiny_folder, monkeypatch):
+    """Streams, single answers and several choices, some cut off, some failing, and wrong requests.
+
+    All whole answers are those of `generate`, and the memory of the process stays.
+    """
+    folder = tiny_folder(name)
+    expected, chance, raised = Reference(folder), random.Random(0), []
+    texts = [SHARED[: 30 * part] + word for part in range(4) for word in ("one", "two", "three", "four five")]
+    whole = {text: expected(text) for text in texts}
+    counts, sizes = Counter(), []
+
+    def sometimes(session):
+        if chance.random() < 0.003:
             raised.append(None)
             raise RuntimeError("broken by a test")
-        return generate(*args, **kwargs)
 
-    monkeypatch.setattr(server.target, "generate", sometimes)
-    until, counts = time.monotonic() + 60, {"whole": 0, "left": 0, "failed": 0}
-
-    def client(number):
+    def client(server, number, until):
         own = random.Random(number)
         while time.monotonic() < until:
             text = own.choice(texts)
-            way = own.choice(("stream", "single", "leave"))
+            way = own.choice(("stream", "single", "several", "leave", "bad"))
             try:
                 if way == "leave":
                     with ask(server, text, new=400, stream=True) as stream:
                         for _, _ in zip(range(own.randrange(4)), stream, strict=False):
                             pass
+                elif way == "several":
+                    assert {one.message.content for one in ask(server, text, n=3).choices} == {whole[text]}
+                elif way == "bad":
+                    with pytest.raises(openai.BadRequestError):
+                        ask(server, text, extra_body=own.choice(BAD))
                 else:
-                    answer = (streamed if way == "stream" else answered)(server, text)
-                    assert answer == expected(text), text
-                    counts["whole"] += 1
-                    continue
-                counts["left"] += 1
+                    assert (streamed if way == "stream" else answered)(server, text) == whole[text], text
+                counts[way] += 1
             except openai.APIError:  # compared with the number of errors that were raised
                 counts["failed"] += 1
+            if number == 0:
+                sizes.append(psutil.Process().memory_info().rss)
 
-    with ThreadPoolExecutor(16) as threads:
-        list(threads.map(client, range(16)))
-    assert min(counts.values()) > 10 and counts["failed"] <= len(raised)
-    wait_for(lambda: not server.engine.jobs)
+    called_before(monkeypatch, SlotSession, "iterate", sometimes)
+    with serving(folder, rows=None) as server, ThreadPoolExecutor(16) as threads:
+        until = time.monotonic() + SECONDS
+        assert len(list(threads.map(lambda number: client(server, number, until), range(16)))) == 16
+        wait_for(lambda: not server.engine.jobs)
+    assert len(counts) == 6 and min(counts.values()) > 10, counts
+    assert counts["failed"] <= 8 * len(raised)  # an error of a step ends all that it has
+    half = len(sizes) // 2
+    assert max(sizes[half:]) < 1.05 * max(sizes[:half]), (max(sizes[:half]), max(sizes[half:]))
