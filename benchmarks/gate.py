@@ -19,6 +19,7 @@ from typing import Any
 import pandas as pd
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 import hf_longspec
 from benchmarks import harness
@@ -27,12 +28,15 @@ from benchmarks.report import mean_interval
 from hf_longspec.cli.measuring import PLAIN, rotated, significant
 from hf_longspec.generation.call import Call
 from hf_longspec.generation.decoding import Session
+from hf_longspec.generation.sequences import SpeculationStats
 from hf_longspec.generation.special_cases import gate
 
 # Tokens of a turn: enough that a cold cache at its beginning costs little, and few enough for a fraction of a second.
 TURN = 16
 FIXED = ", fixed"
 CODE = "```python\n{text}\n```\n"
+# Options of plain `generate`, by the name of the way to decode.
+STOCK = {"generate": {}, "generate, prompt lookup": {"prompt_lookup_num_tokens": 4}}
 TASKS = {
     "edit": CODE + "Write this code again, with the word `help` replaced by `aid`.",
     "explain": CODE + "Explain what this code does.",
@@ -92,6 +96,33 @@ class SteppedRun:
                     list_.extend([(list_[-1] if list_ else 0.0) + spent] * new)
 
 
+class StockRun(BaseStreamer):
+    """One decoding of a prompt by plain `generate`, timed token by token."""
+
+    def __init__(self, model: PreTrainedModel, prompt: torch.Tensor, tokens: int, **how: Any):
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
+        self.text: list[int] = []
+        self._expects_prompt = True
+        torch.manual_seed(0)
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, streamer=self, **how)
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._expects_prompt:
+            self._expects_prompt = False
+            return
+        now = time.perf_counter(), time.process_time()
+        if not self.text:
+            self._first = now
+        else:
+            self.seconds += [now[0] - self._first[0]] * value.numel()
+            self.cpu_seconds += [now[1] - self._first[1]] * value.numel()
+        self.text += value.flatten().tolist()
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
 def interleave(runs: Mapping[str, SteppedRun], tokens: int) -> None:
     """Advance runs of one target in turns, every other round in reverse order."""
     for turn, reached in enumerate(range(TURN, tokens + TURN, TURN)):
@@ -107,31 +138,41 @@ def measure(
     lengths: list[int],
     temperature: float,
     results: Run,
+    stock: Mapping[str, dict[str, Any]] | None = None,
     **labels: Any,
 ) -> None:
-    """Write one record for each way to decode and each number of tokens; `PLAIN` is one of the `ways`."""
+    """Write one record for each way to decode and each number of tokens; `PLAIN` is one of the `ways`.
+
+    Decodings with the options `stock` of plain `generate` follow the others on each text.
+    """
     how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     rows = []
     for number, prompt in enumerate(prompts):
         gate._kept.clear()
         gate._costs.clear()
         names = rotated(list(ways), number)  # another way to decode goes first in the next text
-        runs = {name: SteppedRun(model, ways[name], prompt, max(lengths), **how) for name in names}
+        runs: dict[str, Any] = {name: SteppedRun(model, ways[name], prompt, max(lengths), **how) for name in names}
         interleave(runs, max(lengths))
-        for name, run in runs.items():
-            run.session.complete_stats()
-            run.session.drafter.keep()
-            stats = run.session.stats
+        others = {
+            name: StockRun(model, prompt, max(lengths), **how, **options) for name, options in (stock or {}).items()
+        }
+        for name, run in (runs | others).items():
+            stats = SpeculationStats()
+            if isinstance(run, SteppedRun):
+                run.session.complete_stats()
+                run.session.drafter.keep()
+                stats = run.session.stats
             for length in lengths:
                 row = {"method": name, "tokens": length, "text": number, "same": run.text == runs[PLAIN].text}
-                row |= {"seconds": run.seconds[length - 2], "cpu": run.cpu_seconds[length - 2]}
+                last = min(length, len(run.text)) - 2  # a text may end before
+                row |= {"seconds": run.seconds[last], "cpu": run.cpu_seconds[last], "count": last + 1}
                 row |= {"tau": stats.mean_acceptance_length, "nodes": stats.mean_num_nodes, "said": stats.speedup}
                 row |= {"expected": stats.num_expected_tokens, "emitted": stats.num_emitted_tokens}
                 rows.append(row | {"plain": stats.num_plain_steps})
     table = pd.DataFrame(rows)
     for length in lengths:
         of_length = table[table.tokens == length].pivot(index="text", columns="method")
-        for name in ways:
+        for name in [*ways, *(stock or ())]:
             own = of_length.xs(name, axis=1, level=1)
             base = of_length.xs(PLAIN, axis=1, level=1)
             results.write(
@@ -140,7 +181,7 @@ def measure(
                 temperature=temperature,
                 tokens=length,
                 method=name,
-                tokens_per_second=significant((length - 1) * len(own) / own.seconds.sum()),
+                tokens_per_second=significant(own["count"].sum() / own.seconds.sum()),
                 speedup=mean_interval(list(base.seconds / own.seconds)),
                 cpu_speedup=mean_interval(list(base.cpu / own.cpu)),
                 tau=significant(own.tau.mean()),
@@ -178,7 +219,7 @@ def ways_for(model: PreTrainedModel, folders: list[str], fixed: bool) -> dict[st
         "n-grams": lambda: hf_longspec.NgramDraftModel.from_target(model),
         "SpecAttn": lambda: hf_longspec.SpecAttnDraftModel.from_target(model),
         "SpecAttn, int4": lambda: harness.open_draft("self-int4", model),
-        "random LongSpec": lambda: hf_longspec.LongSpecDraftModel.from_target(model),
+        **({} if folders else {"random LongSpec": lambda: hf_longspec.LongSpecDraftModel.from_target(model)}),
         **{
             folder.rstrip("/").rsplit("/", 1)[-1]: lambda folder=folder: harness.open_draft(folder, model)
             for folder in folders
@@ -204,6 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--temperatures", default="0", help="default: %(default)s")
     parser.add_argument("--texts", type=int, default=5, help="texts of each cell (default: %(default)s)")
     parser.add_argument("--draft", action="append", default=[], help="folder of a trained draft; repeatable")
+    parser.add_argument("--stock", action="store_true", help="also plain generate, and its prompt lookup")
     parser.add_argument("--fixed", action="store_true", help="also without a gate")
     args = parser.parse_args(arguments)
     model = harness.load_target(args.target, torch.float32)
@@ -219,7 +261,7 @@ def main(arguments: list[str] | None = None) -> None:
             prompts = prompts or chat_prompts(args.target, label, args.prompt, args.texts)
             for temperature in map(float, args.temperatures.split(",")):
                 cell = {"task": label, "threads": threads}
-                measure(model, ways, prompts, args.tokens, temperature, results, **cell)
+                measure(model, ways, prompts, args.tokens, temperature, results, STOCK if args.stock else None, **cell)
 
 
 if __name__ == "__main__":
