@@ -134,7 +134,7 @@ OF_ALL = {
     "a slot that is freed": (
         SlotSession,
         "put",
-        lambda loop, place, row: row is None and is_bad(getattr(loop, "slots", [None] * 9)[place]),
+        lambda loop, place, row, *_: row is None and is_bad(getattr(loop, "slots", [None] * 9)[place]),
     ),
     "the attention": (SlotSession, "attention", lambda loop: any(map(is_bad, loop.slots))),
 }

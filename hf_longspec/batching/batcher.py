@@ -147,7 +147,6 @@ class Batcher:
         self._running: dict[int, Request] = {}  # by slot
         self._reading: Reading | None = None
         self._session: Any = None  # the loop; `None` after an error, until a request needs it
-        self._loops: dict[int, SlotSession] = {}  # by number of slots
         self._changed, self._is_closed, self._process = Condition(), False, os.getpid()
         begun: Future[None] = Future()
         self._thread = Thread(target=self._run, args=(begun,), name="hf_longspec.Batcher", daemon=True)
@@ -262,7 +261,7 @@ class Batcher:
         with self._changed:
             self._unfinished.discard(request)
 
-    def _empty_call(self, rows: int, forced: int) -> Call:
+    def _empty_call(self, rows: int, forced: int, known: Any) -> Call:
         """Return a call with a text of one token in each row, by which the target and the draft are checked.
 
         Its trees have room for so many `forced` tokens.
@@ -270,6 +269,8 @@ class Batcher:
         ids = torch.zeros(rows, 1, dtype=torch.long, device=self.target.device)
         config = GenerationConfig(max_length=self.max_length, do_sample=False)
         call = Call(self.target, self.draft, ids, LogitsProcessorList(), StoppingCriteriaList(), config, None, {})
+        if known is not None:
+            call.target.known = known
         if (reason := call.why_not()) is not None:
             raise ValueError(reason)
         if call.session_class is not None or call.target.special_cases:
@@ -325,18 +326,15 @@ class Batcher:
         return session
 
     def _begun(self, forced: int = 0) -> SlotSession:
-        """Return the first loop of free slots, whose trees have room for so many `forced` tokens."""
-        self._loops.clear()
+        """Return a loop of free slots, whose trees have room for so many `forced` tokens."""
         gc.collect()  # caches of an earlier loop, for which there may be no memory beside those of this one
-        return self._loop(self.rows, forced)
+        return self._loop(1 if self.target.device.type == "cpu" else self.rows, forced)
 
-    def _loop(self, rows: int, forced: int) -> SlotSession:
-        """Return the loop of so many slots."""
-        if rows not in self._loops:
-            calls = [self._empty_call(count, forced) for count in (rows, 1)]
-            with calls[0].target.lock():
-                self._loops[rows] = SlotSession(*calls)
-        return self._loops[rows]
+    def _loop(self, rows: int, forced: int, known: Any = None) -> SlotSession:
+        """Return a loop of so many slots, and of what is `known` of the target."""
+        calls = [self._empty_call(count, forced, known) for count in (rows, 1)]
+        with calls[0].target.lock():
+            return SlotSession(*calls)
 
     @property
     def _slots(self) -> int:
@@ -355,15 +353,12 @@ class Batcher:
     def _fit(self) -> None:
         """Let the requests in slots go on in the loop that has as many as they need."""
         old, rows = self._session, self._slots
-        if rows == len(old.slots):
+        if rows == len(old.slots) or not old.fits(target := TargetView(self.target), 0):  # it was changed meanwhile
             return
         with old.attention():
             old.settle()
             self._end_done()
-        new, forced = self._loop(rows, old.call.more_nodes), old.call.more_nodes
-        if not new.fits(old.target, forced):  # the target was changed meanwhile
-            del self._loops[rows]
-            new = self._loop(rows, forced)
+        new = self._loop(rows, old.call.more_nodes, target.known)
         moved = dict(enumerate(sorted(self._running)))
         with new.attention():
             for place, row in moved.items():
@@ -399,7 +394,6 @@ class Batcher:
         """End the requests in slots by an error, after which the loop is made anew."""
         traceback.clear_frames(error.__traceback__)  # they hold the loop, and a future the error
         self._session = None
-        self._loops.clear()
         if not self._running and self._reading is not None:  # it would meet the same error again
             self._reading.request.end(error=error)
             self._reading = None

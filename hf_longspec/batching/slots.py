@@ -437,11 +437,8 @@ class SlotSession(Session):
             self.gated.is_awaited = False
 
     def hand_over(self, row: int, other: "SlotSession", place: int) -> None:
-        """Let the request of a slot go on in a slot of another loop, after [`SlotSession.settle`]."""
-        one = self.timed(row)
-        other.put(place, one, self, row)
-        self.slots[row] = None
-        self.put(row, None)
+        """Let the request of a slot go on in a slot of another loop, after [`SlotSession.settle`]. This one ends."""
+        other.put(place, self.timed(row), self, row)
 
     def cache_of(self, row: int) -> SpeculativeCache:
         """Return a cache of one row, which shares the tensors of the loop's until it is written to."""

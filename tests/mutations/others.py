@@ -11,7 +11,7 @@ ROWS = (
      "entry[row : row + 1] for name", "entry[:1] for name",
      "tests/test_batching.py::test_agents_that_alternate_read_new_tokens_alone"),
     ("An error of a step leaves the loop to nobody", "batching/batcher.py",
-     "        self._session = None\n        self._loops.clear()\n", "",
+     "        self._session = None\n        if not self._running", "        if not self._running",
      "tests/test_batching_faults.py::test_an_error_of_a_step_ends_those_that_run_and_the_next_ones_go_on"),
     ("A batch is made anew for a target in another dtype", "batching/slots.py",
      " and self._present(target) == self._made_for", "",
