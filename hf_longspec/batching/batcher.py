@@ -415,9 +415,10 @@ class Batcher:
     def _turn(self) -> None:
         """Read prompts of `chunk_size` tokens, or a chunk of one, and run steps until the next one is to be read.
 
-        A step takes the same time for free slots: short prompts take theirs together.
+        Short prompts take their slots together. Of requests that come at once, as many chunks are read as slots are
+        free for them: a step of few rows takes nearly as long as one of all.
         """
-        room = self.chunk_size
+        room = self.chunk_size * max(1, min(self.rows - len(self._running), len(self._waiting)))
         while True:
             if self._has_chunk:
                 room -= self._read_chunk()
