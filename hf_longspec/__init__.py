@@ -27,6 +27,7 @@ _LAZY = {
     "SamplingReport": "auditing",
     "audit": "auditing",
     "audit_sampling": "auditing",
+    "bind": "bound",
     "SpeculationStats": "generation.sequences",
     "SpeculativeCache": "generation.cache",
     "StructuredOutput": "structured_output",

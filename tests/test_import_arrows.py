@@ -31,6 +31,7 @@ ARROWS = {
     "training": {REGISTRY, "modeling", "generation", "attention_backends"},
     METHODS: {REGISTRY, "training", "modeling", "generation", "attention_backends"},
     "auditing": {"generation", "attention_backends"},
+    "bound": {"generation"},
     "prefix_cache": {"generation", "attention_backends"},
     "batching": {"prefix_cache", "modeling", "generation", "attention_backends"},
     "hub": {REGISTRY, "modeling"},

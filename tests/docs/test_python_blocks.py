@@ -24,7 +24,7 @@ SIZES = [
     (re.compile(r"(max_length=)[\d_]+"), r"\g<1>100"),
     (re.compile(r"(open\(\"LICENSE\"\)\.read\(\))"), r"\g<1>[:600]"),
 ]
-DRAFTED = re.compile(r"assistant_model=|custom_generate=")  # what our loop is called by
+DRAFTED = re.compile(r"assistant_model=|custom_generate=|\bbind\(")  # what our loop is called by
 # Pages whose first block says where `target`, `inputs` and the rest come from. On others they are as in the quick tour.
 COMPLETE = ("README.md", "docs/quicktour.md", "docs/contextual_penalty.md")
 # Run by a test of their own, with what they need.
