@@ -37,7 +37,7 @@ class bind:
         if "generate" in vars(self.model):
             raise ValueError(f"{type(self.model).__name__}.generate is bound or replaced already. Undo that first.")
         self.draft = draft if getattr(draft, "_is_longspec_draft", False) else route.loaders[-1](draft, self.model)
-        self.model.generate = BoundGenerate(self.model, self.draft)  # type: ignore[method-assign, assignment]
+        self.model.generate = BoundGenerate(self.model, self.draft)
 
     def undo(self) -> None:
         """Let calls of `generate` use no draft again. Repeating it changes nothing."""

@@ -100,14 +100,37 @@ def test_the_target_is_left_as_it_was(small):
     assert not any("forward" in vars(layer) for layer in model.modules())
 
 
-def test_changed_weights_are_packed_again(small, packed):
-    model = tiny_target("llama")
-    draft = NgramDraftModel.from_target(model)
-    first = generate(model, draft)
+def in_place(model):
     with torch.no_grad():
         for layer in model.modules():
             if isinstance(layer, nn.Linear):
                 layer.weight.mul_(-1.5)
+
+
+def one_number(model):
+    """As adapters are merged: torch counts no version of what is written to `data`."""
+    weights = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
+    versions = [weight._version for weight in weights]
+    for weight in weights:
+        weight.data[1, 2] = 9.0
+    assert versions == [weight._version for weight in weights]
+
+
+def fused_step(model):
+    """A step of the optimizer that transformers trains with, which counts no version."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3, fused=True)
+    model(torch.ones(1, 9, dtype=torch.long)).logits.logsumexp(-1).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("change", [in_place, one_number, fused_step], ids=lambda change: change.__name__)
+def test_changed_weights_are_packed_again(small, packed, change):
+    model = tiny_target("llama")
+    draft = NgramDraftModel.from_target(model)
+    first = generate(model, draft)
+    assert packed
+    change(model)
     expected = generate(model)
     packed.clear()
     assert not torch.equal(first, expected) and torch.equal(generate(model, draft), expected) and packed
