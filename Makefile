@@ -167,7 +167,8 @@ cards: $(READY) ## build the bundled drafts' complete repositories in build/hub_
 	@echo "Writing the repositories of all bundled drafts below build/hub_cards. Nothing is uploaded."
 	@mkdir -p build/hub_cards
 	@for name in $(filter-out tiny-target README.md,$(notdir $(wildcard hub_cards/*))); do \
-		$(VENV)/bin/python -m benchmarks.acceptance_card benchmarks/results/drafts.jsonl $$name > build/acceptance.md && \
+		case $$name in tiny-*) results=drafts;; *) results=smollm2-drafts;; esac; \
+		$(VENV)/bin/python -m benchmarks.acceptance_card benchmarks/results/$$results.jsonl $$name > build/acceptance.md && \
 		$(VENV)/bin/python -m hf_longspec.cli.app publish hub_cards/$$name --dry-run \
 			--acceptance build/acceptance.md --output build/hub_cards/$$name --overwrite || exit; \
 	done

@@ -2,7 +2,7 @@
 #
 #   make smollm2                                                      the model, into runs/smollm2
 #   make -f recipes/smollm2/drafts.mk texts NOVELS=novels/train       conversations: two hours of two cores for 1,600 users
-#   make -f recipes/smollm2/drafts.mk drafts                          LongSpec and TokenSwift, a core-hour each
+#   make -f recipes/smollm2/drafts.mk drafts                          EAGLE-3 and LongSpec, a core-hour each, and TokenSwift
 #
 #   NOVELS  folder of text files
 #   TARGET  folder of the model
@@ -41,7 +41,7 @@ help:
 	@sed -n '3,16s/^# \{0,1\}//p' $(lastword $(MAKEFILE_LIST))
 
 texts: $(TEXTS)/conversations.jsonl
-drafts: $(RUNS)/smollm2-longspec/model.safetensors $(RUNS)/smollm2-tokenswift/model.safetensors
+drafts: $(patsubst %,$(RUNS)/smollm2-%/model.safetensors,eagle3 longspec tokenswift)
 
 $(TEXTS)/users.jsonl:
 	$(ROWS) users --output $@ --rows $(USERS)

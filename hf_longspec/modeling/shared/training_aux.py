@@ -1,9 +1,11 @@
 """What the training of drafts that read auxiliary hidden states has in common."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...training.arguments import DraftTrainingArguments
@@ -40,8 +42,20 @@ class AuxMethod(LevelsMethod):
             self.draft.config.trained_max_length = self.window
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return logits `(n, draft vocabulary)` of states `(n, width)`."""
-        return self.draft.logits(states, self.target)
+        """Return logits `(n, draft vocabulary)` of states `(n, width)`, in the type of the head."""
+        if (head := self.draft.lm_head) is not None:
+            return nn.functional.linear(states, head.weight.to(states.dtype))
+        head = self.target.get_output_embeddings()
+        if self.draft.d2t is not None and type(head) is nn.Linear:
+            return nn.functional.linear(states.to(head.weight.dtype), *self._rows_of_head)
+        return self.draft.logits(states.to(head.weight.dtype), self.target)
+
+    @cached_property
+    def _rows_of_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows of the target's head for the tokens of the draft; all of them take several times as long."""
+        head = self.target.get_output_embeddings()
+        ids = self.draft.token_ids.to(head.weight.device)
+        return head.weight.detach()[ids], None if head.bias is None else head.bias.detach()[ids]
 
     def loss_of(self, states: torch.Tensor, goals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss of states `(n, width)`, and whether each most likely token is the goal."""
