@@ -101,7 +101,6 @@ ERRORS = [
     ("generate TARGET --output out.jsonl --prompt x", "are for --data"),
     ("audit TARGET notes.txt --samples 49 --max-new-tokens 4", "--samples 49"),
     ("demo TARGET --draft auto", "--draft auto chooses a draft"),
-    ("serve TARGET --port PORT --max-length 8", "--max-length 8 is for several --rows."),
     ("serve TARGET --port PORT --rows 2 --max-length 20000", "the model has 16384 positions. Pass at most 16384."),
     ("serve TARGET --host host.invalid", "cannot listen on host.invalid:8000: "),
     # names of models and drafts
