@@ -19,13 +19,6 @@ STEPS = 2
 
 
 @pytest.fixture
-def model():
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(CARDS / "tiny-target", dtype=torch.float32)
-    return model
-
-
-@pytest.fixture
 def tokenizer():
     tokenizer = AutoTokenizer.from_pretrained(CARDS / "tiny-target", padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

@@ -435,7 +435,6 @@ class Batcher:
                 break
         if self._session is None:
             return
-        self._fit()
         with self._session.attention():
             while self._running:
                 self._step()

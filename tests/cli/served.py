@@ -19,6 +19,7 @@ from hf_longspec.cli.serve import make_routes, make_server
 from hf_longspec.cli.serving.routes import Limits
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + TEMPLATE
 POSITIONS = 700
 NEW = 9
 HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -15,7 +15,7 @@ from tests import scripts
 from tests.cli.served import (
     NEW,
     POSITIONS,
-    TEMPLATE,
+    WITH_TOOLS,
     Reference,
     answered,
     ask,
@@ -153,7 +153,6 @@ def test_answers_with_a_structure_beside_others(server, expected):
     assert answered(server, "a cat", response_format={"type": "json_object"}).startswith("{")
 
 
-WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + TEMPLATE
 TOOLS = [
     {"type": "function", "function": {"name": "pick", "parameters": SHAPE}},
     {"type": "function", "function": {"name": "stop"}},

@@ -16,7 +16,7 @@ import torch
 
 from hf_longspec import PlainDraftModel
 from hf_longspec.cli.serving.fields import Penalties
-from tests.cli.served import NEW, Reference, answered, ask, serving, streamed, wait_for, with_template
+from tests.cli.served import NEW, WITH_TOOLS, Reference, answered, ask, serving, streamed, wait_for, with_template
 
 QUESTION = "one two three, one two three, one two"
 
@@ -166,10 +166,6 @@ class Pick(pydantic.BaseModel):
     old: bool
 
 
-WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for message in messages %}{{ message.role }}: "
-WITH_TOOLS += "{{ message.content }}\n{% endfor %}assistant: "
-
-
 def test_objects_of_pydantic(server, monkeypatch):
     """`strict` is in every tool that the client makes of a class. An answer is parsed to the class."""
     monkeypatch.setattr(server.processor, "chat_template", WITH_TOOLS)
@@ -211,6 +207,33 @@ def test_calls_are_read_as_the_tokenizer_says(server, expected, monkeypatch):
     assert [call.index for call in streamed_calls] == list(range(len(calls)))
 
 
+def test_a_text_with_at_most_one_call_is_whole(server):
+    """What was held back as the beginning of a stop is shown at the end."""
+    shape = {"type": "json_schema", "json_schema": {"name": "pick", "schema": Pick.model_json_schema()}}
+    shape["json_schema"]["schema"]["additionalProperties"] = False
+    how = {"new": 90, "response_format": shape, "parallel_tool_calls": False, "stop": "}\0"}
+    answer = ask(server, "a cat", **how).choices[0]
+    assert Pick.model_validate_json(answer.message.content) and answer.finish_reason == "stop"
+    assert streamed(server, "a cat", **how) == answer.message.content
+
+
+def test_an_answer_that_ends_after_a_call_ends_with_it(server, monkeypatch):
+    """The end token follows the call, as models write it."""
+    call = {"open": "{", "close": "}", "content": "text", "repeats": True}
+    call["transform"] = {"type": "function", "function": {"name": "pick", "arguments": "{content}"}}
+    fields = {"tool_calls": call, "content": {"close": "<|endoftext|>", "content": "text"}}
+    template = {"start_anchor_pattern": r"\Z", "fields": fields}
+    monkeypatch.setattr(server.processor, "chat_template", WITH_TOOLS)
+    monkeypatch.setattr(server.processor, "response_template", template, raising=False)
+    schema = Pick.model_json_schema() | {"additionalProperties": False}
+    how = {"new": 90, "tools": [{"type": "function", "function": {"name": "pick"}}]}
+    how["response_format"] = {"type": "json_schema", "json_schema": {"name": "pick", "schema": schema}}
+    answer = ask(server, "a cat", **how).choices[0]
+    assert answer.finish_reason == "tool_calls" and '"kind"' in answer.message.tool_calls[0].function.arguments
+    assert answer.message.content is None
+    assert [chunk.choices[0].finish_reason for chunk in ask(server, "a cat", stream=True, **how)][-1] == "tool_calls"
+
+
 def test_responses(server, expected):
     """A text, messages, instructions, a schema; whole and as a stream."""
     create = server.client.responses.create
@@ -224,7 +247,8 @@ def test_responses(server, expected):
     assert events[-1].response.output_text == expected(QUESTION)
     parsed = server.client.responses.parse(input="a cat", text_format=Pick, **same | {"max_output_tokens": 300})
     assert isinstance(parsed.output_parsed, Pick)
-    for wrong in ({"previous_response_id": "x"}, {"input": []}, {"background": True}):
+    broken = [{"role": "user", "content": "a"}, {"type": "function_call"}]
+    for wrong in ({"previous_response_id": "x"}, {"input": []}, {"input": broken}, {"background": True}):
         with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
             create(**{"input": "a"} | same | wrong)
 

@@ -10,7 +10,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.cli.served import NEW, Reference, serving, with_template
+from tests.cli.served import NEW, WITH_TOOLS, Reference, serving, with_template
 
 pytestmark = pytest.mark.soak
 QUESTION = "one two three, one two three, one two"
@@ -23,10 +23,6 @@ class Pick(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
     kind: Literal["cat", "dog"]
     old: bool
-
-
-WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for message in messages %}{{ message.role }}: "
-WITH_TOOLS += "{{ message.content }}\n{% endfor %}assistant: "
 
 
 @pytest.fixture(scope="module")

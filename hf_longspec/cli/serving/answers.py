@@ -116,32 +116,40 @@ class Choice(BaseStreamer):
             Exception: What has ended the request.
             CancelledError: If the request was cancelled.
         """
-        is_over = False
         for piece in self._events([] if self.parser is None else self.parser.initial_events):
             yield piece
         while (item := await self._queue.get()) is not None:
-            if is_over:  # the model ends the text itself, with the same token or the next ones
+            if self._is_over:  # the model ends the text itself, with the same token or the next ones
                 continue
             token, told = item
             self.count += 1
             if token in self.ends:
-                self.reason = "stop"
+                self.reason = "tool_calls" if self.reason == "tool_calls" else "stop"
             elif told is not None:
                 self._told.append(told)
             for piece in self._parsed(self._decoder.feed(token)):
                 yield piece
-            is_over = self.reason in ("stop", "tool_calls") and (self._is_stopped or self.is_one_call)
-            if is_over and self.is_one_call:
+            if self._has_its_call:
                 self.request.cancel()
         if not self.request.cancelled():
             self.request.result()
-        elif not is_over:
+        elif not self._is_over:
             raise asyncio.CancelledError
-        if not is_over:
+        if not self._is_over:
             for piece in self._rest():
                 yield piece
             if self.reason == "length" and self.count < self.most:  # by a criterion of the model's settings
                 self.reason = "stop"
+
+    @property
+    def _has_its_call(self) -> bool:
+        """Whether the answer has ended with its only call of a tool."""
+        return self.is_one_call and self.reason == "tool_calls"
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether nothing more is shown."""
+        return self._is_stopped or self._has_its_call
 
     def _rest(self) -> Iterator[Piece]:
         yield from self._parsed(self._decoder.end())
@@ -161,7 +169,7 @@ class Choice(BaseStreamer):
 
     def _events(self, events: list[dict[str, Any]]) -> Iterator[Piece]:
         for item in response_events_to_chunks(events):
-            if self._is_stopped or (self.reason == "tool_calls" and self.is_one_call):
+            if self._is_over:
                 return
             if isinstance(item, ToolCall):
                 self.reason, self._told = "tool_calls", []

@@ -106,6 +106,8 @@ class Routes:
             chat = request.chat()
         except ValidationError as error:
             raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from error
+        except (LookupError, TypeError, AttributeError) as error:  # of items without what their type has
+            raise HTTPException(400, f"input: {one_line(error)} in an item. Correct it, or leave it out.") from error
         return await self._answer(ResponseAnswer, self.reader.chat, http, chat)
 
     async def load_model(self, wanted: Wanted) -> Response:
@@ -237,8 +239,6 @@ async def malformed(http: Request, error: Any) -> Response:
         said = f"{name}: this server has no such field. Leave it out."
     elif first["type"] == "json_invalid":
         said = f"The body is not JSON: {first['ctx']['error']} at character {name}."
-    elif name and first["type"] != "refused":
-        said = f"{name}={first['input']!a:.60}: {said}."
     elif first["type"] != "refused":
-        said = f"the body: {said}."
+        said = f"{name}={first['input']!a:.60}: {said}." if name else f"the body: {said}."
     return JSONResponse(_error(400, said), 400)

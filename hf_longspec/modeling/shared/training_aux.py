@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...generation.target_modules import PartOfHead
 from ...training.arguments import DraftTrainingArguments
 from ...training.methods import LevelsMethod
 
@@ -42,20 +43,21 @@ class AuxMethod(LevelsMethod):
             self.draft.config.trained_max_length = self.window
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return logits `(n, draft vocabulary)` of states `(n, width)`, in the type of the head."""
+        """Return logits `(n, draft vocabulary)` of states `(n, width)`, where either may be in half precision."""
         if (head := self.draft.lm_head) is not None:
             return nn.functional.linear(states, head.weight.to(states.dtype))
-        head = self.target.get_output_embeddings()
-        if self.draft.d2t is not None and type(head) is nn.Linear:
-            return nn.functional.linear(states.to(head.weight.dtype), *self._rows_of_head)
-        return self.draft.logits(states.to(head.weight.dtype), self.target)
+        weight = self.target.get_output_embeddings().weight
+        if weight.is_floating_point():  # not quantized
+            states = states.to(weight.dtype)
+        part = self._part_of_head
+        if part is None or part.weight is None:
+            return self.draft.logits(states, self.target)
+        return nn.functional.linear(states, part.weight, part.bias)
 
     @cached_property
-    def _rows_of_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The rows of the target's head for the tokens of the draft; all of them take several times as long."""
-        head = self.target.get_output_embeddings()
-        ids = self.draft.token_ids.to(head.weight.device)
-        return head.weight.detach()[ids], None if head.bias is None else head.bias.detach()[ids]
+    def _part_of_head(self) -> PartOfHead | None:
+        """The target's head for the tokens of a draft that has not all; all rows of it take several times as long."""
+        return None if self.draft.d2t is None else PartOfHead(self.ends, self.draft.token_ids)
 
     def loss_of(self, states: torch.Tensor, goals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss of states `(n, width)`, and whether each most likely token is the goal."""
