@@ -1,7 +1,8 @@
-"""Drafts under the gate against no draft, step by step: chat tasks of a model, or continuations of held-out text.
+"""Drafts under the gate against no draft, step by step: tasks and questions for a model, or continuations of texts.
 
     python -m benchmarks.gate --contexts 1024,4096,15872
     python -m benchmarks.gate --target FOLDER --tasks edit,explain,summarise,chat --tokens 64,256 --temperatures 0,0.7
+    python -m benchmarks.gate --target FOLDER --questions question.jsonl --stock
 
 All ways to decode advance through the same text in turns, so that a machine that is busy for a while is busy for all of
 them; benchmarks/README.md says why. Each text is the first call of its process: what the gate has learned from the
@@ -43,6 +44,8 @@ TASKS = {
     "summarise": CODE + "Summarise what this code offers in five sentences.",
     "chat": "I am planning a trip to {place} with two children. What should we see and pack, and why?",
 }
+# Categories of Spec-Bench that are those of MT-bench.
+MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 PLACES = ("Norway in winter", "Japan in spring", "the Alps in summer", "Morocco in autumn", "Scotland in May")
 
 
@@ -207,6 +210,26 @@ def chat_prompts(target: str, task: str, length: int, count: int) -> list[torch.
     return prompts
 
 
+def questions(target: str, file: str, length: int, count: int) -> dict[str, list[torch.Tensor]]:
+    """Return by category `count` prompts of at most `length` tokens, spread over a file in the format of Spec-Bench.
+
+    A row has a `category` and `turns`, of which the first one is asked. The eight categories of MT-bench are one.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    rows = pd.read_json(file, lines=True)
+    rows["category"] = rows.category.where(~rows.category.isin(MT_BENCH), "mt-bench")
+    prompts: dict[str, list[torch.Tensor]] = {}
+    for category, of_category in rows.groupby("category", sort=False):
+        asked = prompts[str(category)] = []
+        for turns in of_category.turns.iloc[:: max(1, len(of_category) // (2 * count))]:
+            message = [{"role": "user", "content": turns[0]}]
+            how = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+            ids = tokenizer.apply_chat_template(message, **how)["input_ids"]
+            if ids.shape[1] <= length and len(asked) < count:
+                asked.append(ids)
+    return prompts
+
+
 def ways_for(model: PreTrainedModel, folders: list[str], fixed: bool) -> dict[str, Any]:
     """Return the drafts by name: those without weights, and those of folders; with `fixed`, also without a gate."""
 
@@ -241,6 +264,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--contexts", type=harness.integers, default="1024,4096,15872", help="default: %(default)s")
     parser.add_argument("--tasks", type=harness.names, help=f"of {', '.join(TASKS)}, in place of held-out text")
     parser.add_argument("--prompt", type=int, default=700, help="tokens of the prompt of a task (default: %(default)s)")
+    parser.add_argument("--questions", help="a file in the format of Spec-Bench, in place of held-out text")
     parser.add_argument("--tokens", type=harness.integers, default="64,256", help="default: %(default)s")
     parser.add_argument("--temperatures", default="0", help="default: %(default)s")
     parser.add_argument("--texts", type=int, default=5, help="texts of each cell (default: %(default)s)")
@@ -254,7 +278,9 @@ def main(arguments: list[str] | None = None) -> None:
         ways = ways_for(model, args.draft, args.fixed)
         threads = torch.get_num_threads()
         cells: list[tuple[str, Any]] = [(task, None) for task in args.tasks or ()]
-        if not args.tasks:
+        if args.questions:
+            cells += questions(args.target, args.questions, max(args.contexts), args.texts).items()
+        if not cells:
             tokens, _ = harness.load_prompts(args.target, args.data, max(args.contexts), args.texts)
             cells = [(str(context), [row[None, :context] for row in tokens]) for context in sorted(args.contexts)]
         for label, prompts in cells:
