@@ -1,5 +1,7 @@
 """A draft in every call of `generate` of a model, whoever makes the call: trainers, pipelines, evaluation harnesses."""
 
+import inspect
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +29,8 @@ class bind:
     Attributes:
         model (`PreTrainedModel`): The model.
         draft ([`DraftModel`]): The draft, whose `last_speculation` is that of the last call.
+        listeners (`list[Callable]`): Functions that get the arguments by name and the result of each call that used
+            the draft.
 
     Raises:
         ValueError: If there is no model that generates, or it is bound already.
@@ -37,7 +41,8 @@ class bind:
         if "generate" in vars(self.model):
             raise ValueError(f"{type(self.model).__name__}.generate is bound or replaced already. Undo that first.")
         self.draft = draft if getattr(draft, "_is_longspec_draft", False) else route.loaders[-1](draft, self.model)
-        self.model.generate = BoundGenerate(self.model, self.draft)
+        self.listeners: list[Callable[[dict[str, Any], Any], None]] = []
+        self.model.generate = BoundGenerate(self.model, self.draft, self.listeners)
 
     def undo(self) -> None:
         """Let calls of `generate` use no draft again. Repeating it changes nothing."""
@@ -55,13 +60,19 @@ class bind:
 class BoundGenerate:
     """The method `generate` of a model, with a draft."""
 
-    def __init__(self, model: PreTrainedModel, draft: Any):
-        self.model, self.draft = model, draft
+    def __init__(self, model: PreTrainedModel, draft: Any, listeners: list[Callable[[dict[str, Any], Any], None]]):
+        self.model, self.draft, self.listeners = model, draft, listeners
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("assistant_model") is None:
-            kwargs["assistant_model"] = self.draft
-        return type(self.model).generate(self.model, *args, **kwargs)
+        if kwargs.get("assistant_model") is not None:
+            return type(self.model).generate(self.model, *args, **kwargs)
+        result = type(self.model).generate(self.model, *args, **kwargs | {"assistant_model": self.draft})
+        if self.listeners:
+            arguments = inspect.signature(type(self.model).generate).bind(self.model, *args, **kwargs).arguments
+            arguments |= arguments.pop("kwargs", {})
+            for listener in self.listeners:
+                listener(arguments, result)
+        return result
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let copies of the model have the method of their class."""

@@ -104,7 +104,7 @@ class RowSession(Session):
         if self.target.has_states:
             ends = [] if prefixes is None else prefixes.ends(start, stop, chunk_size)
         for end in (*ends, stop):
-            with self.drafter.watch_prefill([len(text)], self.past_lengths):
+            with self.drafter.watch_prefill([len(text)], self.past_lengths, [0]):
                 prompts.run(self.cache, [text[start:end]])
             self.cache.set_lengths([end])
             start = end

@@ -280,6 +280,8 @@ class Prompts:
         texts (`list[torch.LongTensor]`): Tokens `(T,)` of every row, those in the cache included.
         new (`list[torch.LongTensor]`): Tokens of every row that the cache does not hold.
         is_whole (`bool`): Whether prompts run with their last tokens, which then run again.
+        rows_read (`list[int]`): Rows of the batch that forwards read: the first one of each prompt.
+        places (`list[int]`): Which of them has the prompt of each row.
         offsets (`torch.LongTensor` of shape `(batch, 1)`, *optional*): Position of the last token of every row, minus
             its place in the text; `None` if all are 0.
         logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*): Logits of the last token of each prompt, if a
@@ -287,6 +289,7 @@ class Prompts:
     """
 
     is_whole = False
+    reads_copies_once = True  # whether rows with the same prompt are read as one
     offsets: torch.Tensor | None = None
     logits: torch.Tensor | None = None
 
@@ -300,6 +303,9 @@ class Prompts:
         self.padding = padding if bool(padding.any()) else None
         self.by_chains = len(set(self.past_lengths)) > 1
         self.new = [text[count:] for text, count in zip(self.texts, self.past_lengths, strict=True)]
+        self.rows_read = self.places = list(range(len(self.texts)))
+        if len(self.texts) > 1 and self.reads_copies_once and not any(self.past_lengths):
+            self.rows_read, self.places = first_copies(self.texts)
 
     def why_not(self) -> Iterator[str]:
         """Yield reasons why the draft cannot be used with these prompts."""
@@ -344,7 +350,14 @@ class Prompts:
                 self.target.prefill_rows(heads, cache, self.chunk_size)
         elif max(map(len, heads)):
             tokens = pad_sequence(self.new if self.is_whole else heads, batch_first=True)
-            self.target.prefill(tokens, cache, self.chunk_size)
+            if len(self.rows_read) == len(tokens):
+                self.target.prefill(tokens, cache, self.chunk_size)
+                return
+            once = SpeculativeCache(self.target.config, len(self.rows_read), tokens.shape[1], tree_slots=1)
+            self.target.prefill(tokens[self.rows_read], once, self.chunk_size)
+            once.set_lengths([len(heads[row]) for row in self.rows_read])
+            for row, place in enumerate(self.places):
+                cache.take_row(row, once, place)
 
 
 class CallCache:
@@ -383,6 +396,17 @@ def pack_if_mostly_free(cache: SpeculativeCache) -> None:
     """Copy the tokens of a cache that the user gets, if they fill less than half of its buffers."""
     if 2 * cache.lengths.longest < cache.max_length + cache.tree_slots:
         cache.pack()
+
+
+def first_copies(texts: list[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Return the first row of each text, and which of these rows every row is a copy of.
+
+    >>> first_copies([torch.tensor(text) for text in ([1, 2], [3], [1, 2])])
+    ([0, 1], [0, 1, 0])
+    """
+    seen: dict[tuple[int, ...], int] = {}
+    places = [seen.setdefault(tuple(text.tolist()), len(seen)) for text in texts]
+    return [places.index(place) for place in range(len(seen))], places
 
 
 def unpadded(values: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:

@@ -141,8 +141,9 @@ class Session:
 
     def prefill(self) -> list[torch.Tensor]:
         """Run the prompts but for their last tokens, which are returned, and check this kind of target once."""
-        with self.drafter.watch_prefill([len(text) for text in self.prompts.texts], self.past_lengths):
-            tails = self.prompts.prefill(self.cache, self.seed_tokens)
+        prompts = self.prompts
+        with self.drafter.watch_prefill(list(map(len, prompts.texts)), self.past_lengths, prompts.places):
+            tails = prompts.prefill(self.cache, self.seed_tokens)
         self.check_once()
         return tails
 

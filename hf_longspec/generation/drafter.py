@@ -146,8 +146,16 @@ class Drafter(CandidateGenerator):
         """Bytes of the drafter's own state, without the target's cache."""
         return 0
 
-    def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> AbstractContextManager[Any]:
-        """Return a context in which the target reads the prompts. It does nothing by default."""
+    def watch_prefill(
+        self, lengths: Sequence[int], starts: Sequence[int], places: Sequence[int]
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which the target reads the prompts. It does nothing by default.
+
+        Args:
+            lengths (`Sequence[int]`): Number of tokens of the prompt of every row.
+            starts (`Sequence[int]`): Number of its tokens that are not read.
+            places (`Sequence[int]`): Which row of the forwards reads it.
+        """
         return nullcontext()
 
     def attention(self) -> AbstractContextManager[None]:
@@ -224,7 +232,7 @@ class Drafter(CandidateGenerator):
         if not len(missing):
             return
         if len(missing) > self.seed_tokens:
-            with self.watch_prefill([len(tokens)], cache.lengths.host):
+            with self.watch_prefill([len(tokens)], cache.lengths.host, [0]):
                 target.prefill(missing[None, : -self.seed_tokens], cache, None)
             cache.set_lengths([cache.lengths.host[0] + len(missing) - self.seed_tokens])
         tree, sizes = chain_of_last_tokens([missing], self.seed_tokens)

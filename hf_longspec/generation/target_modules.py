@@ -290,6 +290,13 @@ class PartOfHead:
     def nbytes(self) -> int:
         return 0 if self.weight is None else self.weight.nbytes
 
+    def renew(self) -> None:
+        """Copy the rows again to where they are, as training may have changed the head since."""
+        head = self.ends.model.get_output_embeddings()
+        for own, of_head in ((self.weight, head.weight), (self.bias, head.bias)):
+            if own is not None:
+                own.copy_(of_head.detach()[self.token_ids])
+
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits `(..., V)` of hidden states `(..., hidden)`, see [`TargetEnds.head`]."""
         if self.weight is None:

@@ -73,7 +73,9 @@ class DraftTrainer(Trainer):
                 )
         self.draft = getattr(model, "get_base_model", lambda: model)()
         method = method_of(self.draft)
-        check_models(self.draft, target, args)
+        check_models(self.draft, target)
+        if args.n_gpu > 1:
+            raise ValueError(f"{args.n_gpu} GPUs in one process: start one process per GPU with accelerate launch.")
         self.encoder = DocumentEncoder(args, processing_class)
         check_data("train_dataset", train_dataset, self.encoder)
         check_data("eval_dataset", eval_dataset, self.encoder)
@@ -222,14 +224,12 @@ class DraftTrainer(Trainer):
         return store
 
 
-def check_models(draft: Any, target: PreTrainedModel, args: DraftTrainingArguments) -> None:
+def check_models(draft: Any, target: PreTrainedModel) -> None:
     """Refuse a target that the draft was not created for, or that cannot be decoded speculatively."""
     view = TargetView(target)
     if reasons := view.why_not():
         raise ValueError(f"{type(target).__name__} cannot be decoded speculatively: {'; '.join(reasons)}.")
     draft.check(view)
-    if args.n_gpu > 1:
-        raise ValueError(f"{args.n_gpu} GPUs in one process: start one process per GPU with accelerate launch.")
 
 
 def check_weights(model: Any) -> None:

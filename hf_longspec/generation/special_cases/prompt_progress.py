@@ -68,10 +68,10 @@ class BarDrafter(DrafterAround):
         self._model = model
 
     @contextmanager
-    def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> Iterator[None]:
+    def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int], places: Sequence[int]) -> Iterator[None]:
         """Open the context of the other drafter, and the bar."""
         most = max(length - start for length, start in zip(lengths, starts, strict=True))
-        with prompt_bar(self._model, most), self.inner.watch_prefill(lengths, starts):
+        with prompt_bar(self._model, most), self.inner.watch_prefill(lengths, starts, places):
             yield
 
 

@@ -33,6 +33,7 @@ class LongSpecDrafter(CacheReader):
         self.head: Any = self.parts.head
         if self.draft.d2t is not None:
             self.head = binding.part((PartOfHead, self.device), lambda: PartOfHead(self.parts, self.draft.token_ids))
+            self.head.renew()
         self.read_layers, self.read_window = (self.parts.kv_layer,), draft.setting("cross_attention_window")
         sizes = (config.num_key_value_heads, config.head_dim)
         shape = (config.window, self.num_nodes, binding.cache.batch_size, *sizes, self.dtype, self.device)

@@ -36,16 +36,24 @@ class PromptAuxHiddenStates(LayerInputs):
         layers (`Sequence[int]`): Layers whose inputs are kept.
         lengths (`Sequence[int]`): Number of tokens of every row.
         starts (`Sequence[int]`): Position of the first token that is read, of every row.
+        places (`Sequence[int]`): Row of the forwards that reads the prompt of every row.
         sinks (`int`): Number of first tokens that are kept.
         window (`int`): Number of last tokens that are kept.
     """
 
     def __init__(
-        self, model: Any, layers: Sequence[int], lengths: Sequence[int], starts: Sequence[int], sinks: int, window: int
+        self,
+        model: Any,
+        layers: Sequence[int],
+        lengths: Sequence[int],
+        starts: Sequence[int],
+        places: Sequence[int],
+        sinks: int,
+        window: int,
     ):
         super().__init__(model, layers)
         self.spans = [[(0, min(sinks, size)), (max(min(sinks, size), size - window), size)] for size in lengths]
-        self._starts = starts
+        self._starts, self._places = starts, places
         self._read = [0] * len(layers)
         self._pieces: list[list[list[tuple[int, torch.Tensor]]]] = [[[] for _ in lengths] for _ in layers]
 
@@ -58,7 +66,7 @@ class PromptAuxHiddenStates(LayerInputs):
             for begin, stop in ((max(begin, first), min(stop, end)) for begin, stop in spans):
                 if begin < stop:
                     # a copy, as a view would keep the states of the whole chunk
-                    piece = states[row, begin - first : stop - first].clone()
+                    piece = states[self._places[row], begin - first : stop - first].clone()
                     self._pieces[place][row].append((begin, piece))
 
     def of_row(self, row: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -160,12 +168,12 @@ class AuxDrafter(BeamDrafter):
         return super().state_bytes + sum(x.numel() * x.element_size() for x in pending)
 
     @contextmanager
-    def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> Iterator[None]:
+    def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int], places: Sequence[int]) -> Iterator[None]:
         layers = self.wants_hidden
         assert isinstance(layers, tuple)
         if self._prompts is None:  # else the next chunk of these prompts
             self._prompts = PromptAuxHiddenStates(
-                self.binding.target.model, layers, lengths, starts, self.sinks, self.window
+                self.binding.target.model, layers, lengths, starts, places, self.sinks, self.window
             )
         with self._prompts:
             yield

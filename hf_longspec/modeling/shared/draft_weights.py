@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ...generation.special_cases.forward_check import is_quantized
+from ...generation.special_cases.packed_products import sums_of
 
 logger = logging.get_logger(__name__)
 
@@ -197,4 +198,8 @@ def state_of_weights(target: PreTrainedModel) -> list[Any]:
     for module in target.modules():
         state += [id(module), *(copy.copy(vars(module)[name]) for name in names if name in vars(module))]
         state += [(x.data_ptr(), x._version) for x in module.parameters(recurse=False)]
-    return state
+    sums = dict[torch.device, list[torch.Tensor]]()  # as fused optimizers count no version
+    for weight in target.parameters():
+        if weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta:
+            sums.setdefault(weight.device, []).append(sums_of(weight).sum())
+    return state + [torch.stack(of_device).tolist() for of_device in sums.values()]

@@ -132,7 +132,7 @@ def test_auxiliary_states_are_hidden_states(target, chunk):
     assert torch.equal(caught.hidden, torch.cat(states, -1))
     cache = SpeculativeCache(model.config, 1, 40)
     view = TargetView(model)
-    with torch.no_grad(), PromptAuxHiddenStates(model, layers, [23], [0], sinks=3, window=6) as aux:
+    with torch.no_grad(), PromptAuxHiddenStates(model, layers, [23], [0], [0], sinks=3, window=6) as aux:
         view.prefill(ids[:, :22], cache, chunk)
     positions, kept = aux.of_row(0)
     assert positions.tolist() == [0, 1, 2, 17, 18, 19, 20, 21]
