@@ -101,10 +101,10 @@ def with_drafts(records: Sequence[Record]) -> str:
         "rows": "batch",
         "nodes": "nodes",
         "iteration, ms": lambda row: f"{row['ms']['median']:.1f}",
-        "tau to be faster than no draft": lambda row: _number(_steps(records, row)),
+        "faster than no draft if tau is above": lambda row: _number(_steps(records, row)),
     }
     if of_kind(records, "iteration", draft=HF):
-        columns["tau to be faster than `generate`"] = lambda row: _number(_over(records, row, HF, "sdpa"))
+        columns["faster than `generate` if tau is above"] = lambda row: _number(_over(records, row, HF, "sdpa"))
     return table(rows, columns)
 
 
