@@ -16,7 +16,9 @@ from tests.docs.test_commands import examples_of
 
 COMMANDS = typer.main.get_command(app).commands
 PAGE = read("docs/quicktour.md")
-BASH = [line for block in blocks_of("docs/quicktour.md") if block.language == "bash" for line in block.code.splitlines()]
+BASH = [
+    line for block in blocks_of("docs/quicktour.md") if block.language == "bash" for line in block.code.splitlines()
+]
 EXAMPLES = [line for line in BASH if line.startswith("hf-longspec ")]
 # Sizes that are small enough for a test, on top of those of an example; the last of two values counts.
 SMALL = {"generate": ["--max-new-tokens", "8"]}

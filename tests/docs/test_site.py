@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, links out of docs/ are right on it, and old ones lead on."""
+"""The documentation as a site: it builds without a warning, and links out of docs/ and old ones are right on it."""
 
 import json
 import re
