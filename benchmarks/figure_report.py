@@ -393,9 +393,30 @@ def draw(records: Sequence[Record], path: Path) -> None:
             for title, names in PICTURES["settings"].items()
             if (subset := [name for name in chain(*map(_members, names)) if name in systems])
         ]
-        _draw(entries, panels, path.with_stem(f"{path.stem}-settings-{mode}"))
+        place = path.with_stem(f"{path.stem}-settings-{mode}")
+        _draw(entries, panels, place, finding(entries, [mode]), caption(records))
     if modes:
-        _draw(entries, [[(MODES[mode], mode, key, best[mode]) for mode in modes] for key in AXES], path)
+        panels = [[(MODES[mode], mode, key, best[mode]) for mode in modes] for key in AXES]
+        _draw(entries, panels, path, finding(entries, modes), caption(records))
+
+
+def finding(entries: Sequence[Record], modes: Sequence[str]) -> str:
+    """The title of a picture: the fastest draft after the longest context."""
+    lines = []
+    for mode in modes:
+        best = fastest(at_longest(entries, mode), SHIPPED)
+        if best and "to_generate" in best:
+            place, speed = f"{MODES[mode]}, after {best['context']:,} tokens", best["to_generate"]["mean"]
+            lines.append(f"{place}: {name_of(best)} is fastest, {speed:.1f} times generate")
+    return "\n".join(lines)
+
+
+def caption(records: Sequence[Record]) -> str:
+    """Model and device of a picture."""
+    facts, *_ = of_kind(records, "environment")
+    cores = "one core" if facts["threads"] == 1 else f"{facts['threads']} cores"
+    target = facts.get("settings", {}).get("target", "target")
+    return f"{target}, float32, {cores} of {facts['cpu']}. Bands: 95 % intervals."
 
 
 def make_panels(lines: int, columns: int, inches: tuple[float, float]) -> tuple[Any, Any]:
@@ -430,7 +451,7 @@ def _members(name: str) -> list[str]:
     return METHODS.get(name) or SUITE["groups"].get(name) or [name]
 
 
-def _draw(entries: Sequence[Record], panels: list[list[Panel]], path: Path) -> None:
+def _draw(entries: Sequence[Record], panels: list[list[Panel]], path: Path, title: str, below: str) -> None:
     import matplotlib
 
     if not panels:
@@ -442,6 +463,8 @@ def _draw(entries: Sequence[Record], panels: list[list[Panel]], path: Path) -> N
             for line, row in zip(axes, panels, strict=True)
             for axis, panel in zip(line, row, strict=True)
         ]
+        figure.suptitle(title, fontsize=POINTS + 1)
+        figure.supxlabel(below, fontsize=POINTS)
         figure.draw_without_rendering()  # lays the panels out, labels included
         for axis, annotations in labels:
             height = axis.get_window_extent().height / figure.dpi * 72  # points

@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks import gpu_goals
 from benchmarks.figure_report import CLASSES, fill_table
-from benchmarks.gpu_goals import FUSED, GRAPH, HF_ATTENTION, TRITON, ratio
+from benchmarks.gpu_goals import FUSED, ratio
 from benchmarks.records import of_kind
 from benchmarks.report import Column, range_of, table
 from hf_longspec.cli.files import Record
@@ -101,27 +101,10 @@ def with_drafts(records: Sequence[Record]) -> str:
         "rows": "batch",
         "nodes": "nodes",
         "iteration, ms": lambda row: f"{row['ms']['median']:.1f}",
-        "tau to be faster than no draft": lambda row: _number(_steps(records, row)),
+        "faster than no draft if tau is above": lambda row: _number(_steps(records, row)),
     }
     if of_kind(records, "iteration", draft=HF):
-        columns["tau to be faster than `generate`"] = lambda row: _number(_over(records, row, HF, "sdpa"))
-    return table(rows, columns)
-
-
-def pair(records: Sequence[Record]) -> str:
-    """Speeds on the bundled target, the fastest last; those of steps that are captured without fused kernels, too."""
-    rows = [row | {"speed": row.get(FUSED, row.get("stock"))} for row in of_kind(records, "pair")]
-    rows.sort(key=lambda row: row["speed"])
-    stock, loop = (next(row["speed"] for row in rows if row["method"] == method) for method in (HF, PLAIN))
-    names = {HF: "`generate` of transformers", PLAIN: "no draft"}
-    columns: dict[str, Column] = {
-        "draft": lambda row: names.get(row["method"], row["method"]),
-        "tau": lambda row: _number(row.get("tau")),
-        "tokens/s": lambda row: str(row["speed"]),
-        "x `generate`": lambda row: f"{row['speed'] / stock:.1f}",
-        "x no draft": lambda row: "" if row["method"] == HF else f"{row['speed'] / loop:.2f}",
-        "tokens/s without fused kernels": lambda row: str(row.get(GRAPH, "")),
-    }
+        columns["faster than `generate` if tau is above"] = lambda row: _number(_over(records, row, HF, "sdpa"))
     return table(rows, columns)
 
 
@@ -138,30 +121,9 @@ def fill(records: Sequence[Record], text: str) -> str:
     return fill_table(text, cell)
 
 
-def attention(records: Sequence[Record]) -> str:
-    """Microseconds of one layer at the context of the first kernel, one line per number of nodes."""
-    first = of_kind(records, "kernel")[0]
-    at = {"batch": first["batch"], "context": first["context"]}
-    kinds: dict[str, tuple[str, dict[str, str]]] = {
-        "this kernel": ("kernel", {"backend": TRITON}),
-        "with SpecAttn's scores": ("score_rows", {"backend": TRITON}),
-        "torch backend": ("kernel", {"backend": "hf_longspec_torch"}),
-        HF_ATTENTION: ("baseline", {"baseline": HF_ATTENTION}),
-    }
-    lines = []
-    for nodes in dict.fromkeys(row["nodes"] for row in of_kind(records, "kernel", **at)):
-        found = {name: of_kind(records, kind, nodes=nodes, **at, **where) for name, (kind, where) in kinds.items()}
-        line = {name: f"{1e3 * rows[0]['ms']['median']:.0f}" for name, rows in found.items() if rows}
-        floor = f"{1e3 * found['this kernel'][0]['floor_ms']:.0f}"
-        lines.append({"nodes": nodes, **line, "least time at the measured bandwidth": floor})
-    return table(lines)
-
-
 PARTS: dict[str, Callable[[Sequence[Record]], str]] = {
     "without a draft": without_draft,
     "drafts": with_drafts,
-    "pair": pair,
-    "goals": gpu_goals.judged,
     "floors": lambda records: table(
         [row for row in of_kind(records, "iteration") if "floor_steps" in row],
         {
@@ -171,26 +133,6 @@ PARTS: dict[str, Callable[[Sequence[Record]], str]] = {
             "at least, plain steps": lambda row: _number(row["floor_steps"]),
         },
     ),
-    "hybrid": lambda records: table(
-        of_kind(records, "hybrid"),
-        {
-            "": lambda row: {HF: "`generate` of transformers", PLAIN: "no draft"}.get(row["draft"], row["draft"]),
-            "steps": "mode",
-            "tau": "tau",
-            "iteration, ms": lambda row: f"{row['ms']:.1f}",
-        },
-    ),
-    "checked": lambda records: table(of_kind(records, "checked"), {"what": "what", "result": "result"}),
-    "attention": attention,
-    "tiles": lambda records: table(
-        of_kind(records, "tiles"), {**TILES, "us": lambda row: f"{1e3 * row['ms']['median']:g}"}
-    ),
-}
-# Columns of a table of tiles.
-TILES: dict[str, Column] = {
-    "nodes": "nodes",
-    "scores": lambda row: "yes" if row.get("scores") else "no",
-    "rows, keys, warps, stages": "tiles",
 }
 
 

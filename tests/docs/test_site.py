@@ -1,5 +1,6 @@
-"""The documentation as a site: it builds without a warning, and links out of docs/ are right on it."""
+"""The documentation as a site: it builds without a warning, and links out of docs/ and old ones are right on it."""
 
+import json
 import re
 import shutil
 
@@ -15,6 +16,7 @@ CONFIG = PROJECT / "mkdocs.yml"
 def site(tmp_path_factory):
     """The built site; strict, so that a warning is an error. From a copy, as mkdocs caches beside its files."""
     pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocs_redirects")
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
@@ -36,15 +38,32 @@ def test_it_builds_and_loads_nothing_from_elsewhere(site):
 
 def test_links_from_readme_and_out_of_docs(site):
     index, results = (site / "index.html").read_text("utf-8"), (site / "results" / "index.html").read_text("utf-8")
-    assert 'href="quicktour/"' in index and 'href="contributing/"' in index and 'src="images/drafts.svg"' in index
+    assert 'href="quicktour/"' in index and 'href="contributing/"' in index and 'src="images/gpu.svg"' in index
     assert '<abbr title="in the repository: LICENSE">Apache-2.0</abbr>' in index
     assert 'href="../benchmark_scripts/"' in results and 'src="../images/drafts.svg"' in results
     assert '<abbr title="in the repository: hub_cards/tiny-target">target</abbr>' in results
     assert (site / "images" / "drafts.svg").is_file()
 
 
+def test_an_old_address_leads_to_the_page_that_has_its_text(site):
+    plugins = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["plugins"]
+    (moved,) = (plugin["redirects"]["redirect_maps"] for plugin in plugins if "redirects" in plugin)
+    for old, new in moved.items():
+        page = (site / old.removesuffix(".md") / "index.html").read_text("utf-8")
+        assert f'href="../{new.removesuffix(".md")}/"' in page and not (PROJECT / "docs" / old).exists()
+    assert len(moved) == 18
+
+
+@pytest.mark.parametrize("words", ["GGUF", "TRL", "openai", "slow on CPU"])
+def test_the_search_finds(site, words):
+    """A section that has all of these words."""
+    sections = json.loads((site / "search" / "search_index.json").read_text("utf-8"))["docs"]
+    texts = [f"{section['title']} {section['text']}".lower() for section in sections]
+    assert [text for text in texts if all(word in text for word in words.lower().split())]
+
+
 def test_every_page_is_in_the_navigation():
-    nav = re.findall(r": (\w+\.md)$", CONFIG.read_text(encoding="utf-8"), re.MULTILINE)
+    nav = re.findall(r"^ +- .*: (\w+\.md)$", CONFIG.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(nav) == len(set(nav))
     moved = {"index.md", "contributing.md", "changelog.md", "benchmark_scripts.md"}
     assert set(nav) == moved | {path.name for path in (PROJECT / "docs").glob("*.md")}

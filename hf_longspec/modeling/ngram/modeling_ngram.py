@@ -42,7 +42,8 @@ class NgramDraftModel(DraftModel):
     config_class = NgramConfig
     weightless: ClassVar[bool] = True
     takes_ngrams: ClassVar[bool] = False  # its trees consist of n-grams already
-    # On real text depth helps greedy decoding more than width. Sampled text seldom repeats itself. See docs/ngram.md.
+    # On real text depth helps greedy decoding more than width. Sampled text seldom repeats itself
+    # (docs/ngrams_and_models.md).
     settings: ClassVar[dict[str, Any]] = {
         "num_assistant_tokens": replace(NGRAMS["ngram_num_tokens"], default=8),
         **{name: setting for name, setting in NGRAMS.items() if name != "ngram_num_tokens"},
