@@ -26,7 +26,7 @@ SIZES = [
 ]
 DRAFTED = re.compile(r"assistant_model=|custom_generate=|\bbind\(")  # what our loop is called by
 # Pages whose first block says where `target`, `inputs` and the rest come from. On others they are as in the quick tour.
-COMPLETE = ("README.md", "docs/quicktour.md", "docs/contextual_penalty.md")
+COMPLETE = ("README.md", "docs/quicktour.md")
 # Run by a test of their own, with what they need.
 RUN_BY = {"docs/training.md": "tests/training/test_documentation.py"}
 
