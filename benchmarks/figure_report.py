@@ -310,9 +310,39 @@ PART_NOTE = (
 )
 
 
+SHORT_NOTE = (
+    "tau: tokens per verification, greedy. Cost: the time of an iteration divided by that of a step without a draft. A "
+    "draft is faster than no draft if its tau is above its cost. x no draft: speed relative to this package without a "
+    "draft; sampled: at temperature 1."
+)
+
+
+def short(entries: Sequence[Record]) -> str:
+    """Return tau after the shortest and the longest context, and cost and speed after the longest, in one table."""
+    entries = [row for row in entries if row["batch"] == 1 and row["dtype"] == "float32"]
+    first, last = (limit(row["context"] for row in entries) for limit in (min, max))
+    columns = [("tau", "tau", first), ("tau", "tau", last), ("cost", "cost", last), ("to_plain", "x no draft", last)]
+    lines: dict[str, Record] = {}
+    for row in entries:
+        line = lines.setdefault(row["system"], {"draft": name_of(row)})
+        for key, label, context in columns:
+            if row["context"] == context and (row["mode"] == "greedy" or key == "to_plain"):
+                sampled = ", sampled" if row["mode"] == "sample" else ""
+                line[f"{label} at {context:,}{sampled}"] = _shown(row, key)
+    names = ["draft", *(f"{label} at {context:,}" for _, label, context in columns)]
+    names.append(f"{names[-1]}, sampled")
+    return table(list(lines.values()), {name: name for name in names})
+
+
 def part(records: Sequence[Record], name: str) -> str:
-    """Return tau and speeds of no draft and of the systems whose names begin with `name`, and claims about them."""
+    """Return tau and speeds of no draft and of the systems whose names begin with `name`, and claims about them.
+
+    With "short " before the name, one table without claims.
+    """
+    is_short, name = name.startswith("short "), name.removeprefix("short ")
     entries = [row for row in rows(records) if row["system"] == PLAIN or row["system"].startswith(name)]
+    if is_short:
+        return f"{short(entries)}\n\n{SHORT_NOTE}"
     return "\n\n".join(filter(None, [headline(entries), PART_NOTE, claims(records, name)]))
 
 
