@@ -76,7 +76,7 @@ SYMBOLS = {*"BSNHKDVGpqxnd", "NAME", "PAGE", "x_", "x_i", "A_i", "lse", "expecte
 THEIRS = {"Trainer", "TORCH_INDEX", "torchrun", "tp_plan", "num_return_sequences", "num_beams", "trust_remote_code"}
 THEIRS |= {"cache_implementation", "device_map", "pipeline", "stop_strings", "padding_side", "prefix_allowed_tokens_fn"}
 THEIRS |= {"index_topk", "adapter_names", "time_step_min", "use_kernels", "batched_mm", "window_size"}
-NAMED = ["design", "losslessness", "quicktour", "faq", "models", "specattn", "longspec", "tokenswift", "ngram"]
+NAMED = ["architecture", "guarantees", "quicktour", "faq", "models", "specattn", "longspec", "tokenswift", "ngram"]
 NAMED += ["eagle3"]
 
 
@@ -85,7 +85,7 @@ def test_names_in_the_text_exist(page):
     assert not unknown_names(GENERATED.sub("", prose_of(page)), identifiers() | SYMBOLS | THEIRS)
 
 
-@pytest.mark.parametrize("page", ["docs/design.md", "docs/losslessness.md", "CONTRIBUTING.md", "docs/models.md"])
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/guarantees.md", "CONTRIBUTING.md", "docs/models.md"])
 def test_files_in_the_text_exist(page):
     for span in SPAN.findall(prose_of(page)):
         if not re.fullmatch(r"[\w./-]+(\.py|\.md|/)", span):
