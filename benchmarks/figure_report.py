@@ -195,12 +195,8 @@ CLAIMS_NOTE = (
 )
 
 
-def claims(records: Sequence[Record], only: str = "") -> str:
-    """Return a table of the claims that could be compared, one line per mode; nothing if none could.
-
-    Args:
-        only (`str`, *optional*): Show claims about systems whose names begin so; p is corrected for all.
-    """
+def claims(records: Sequence[Record]) -> str:
+    """Return a table of the claims that could be compared, one line per mode; nothing if none could."""
     from scipy.stats import ttest_1samp
 
     taus, verdicts = taus_of(records), []
@@ -220,8 +216,7 @@ def claims(records: Sequence[Record], only: str = "") -> str:
         "p, corrected": lambda row: "< 0.001" if row["p"] < 1e-3 else f"{row['p']:.3f}",
         "verdict": "verdict",
     }
-    lines = [row for row in verdicts if row["claim"].system.startswith(only)]
-    return f"{table(lines, columns)}\n\n{CLAIMS_NOTE}" if lines else ""
+    return f"{table(verdicts, columns)}\n\n{CLAIMS_NOTE}" if verdicts else ""
 
 
 GOALS = SUITE["goals"]
@@ -305,15 +300,31 @@ CLASSES = {"Eagle3": "EAGLE-3", "Ngram": "n-grams", "Assistant": "small model", 
 
 
 PART_NOTE = (
-    "tau: tokens per verification. Cost: the time of an iteration in steps of no draft, so a draft is faster than no "
-    "draft if its tau is above its cost."
+    "tau: tokens per verification, greedy. Cost: the time of an iteration divided by that of a step without a draft. A "
+    "draft is faster than no draft if its tau is above its cost. x no draft: speed relative to this package without a "
+    "draft; sampled: at temperature 1."
 )
 
 
 def part(records: Sequence[Record], name: str) -> str:
-    """Return tau and speeds of no draft and of the systems whose names begin with `name`, and claims about them."""
+    """Return tau, cost and speed of no draft and of the systems whose names begin with `name`, in one table.
+
+    tau is greedy, after the shortest and the longest context; cost and speed are those after the longest.
+    """
     entries = [row for row in rows(records) if row["system"] == PLAIN or row["system"].startswith(name)]
-    return "\n\n".join(filter(None, [headline(entries), PART_NOTE, claims(records, name)]))
+    entries = [row for row in entries if row["batch"] == 1 and row["dtype"] == "float32"]
+    first, last = (limit(row["context"] for row in entries) for limit in (min, max))
+    columns = [("tau", "tau", first), ("tau", "tau", last), ("cost", "cost", last), ("to_plain", "x no draft", last)]
+    lines: dict[str, Record] = {}
+    for row in entries:
+        line = lines.setdefault(row["system"], {"draft": name_of(row)})
+        for key, label, context in columns:
+            if row["context"] == context and (row["mode"] == "greedy" or key == "to_plain"):
+                sampled = ", sampled" if row["mode"] == "sample" else ""
+                line[f"{label} at {context:,}{sampled}"] = _shown(row, key)
+    names = ["draft", *(f"{label} at {context:,}" for _, label, context in columns)]
+    names.append(f"{names[-1]}, sampled")
+    return f"{table(list(lines.values()), {name: name for name in names})}\n\n{PART_NOTE}"
 
 
 def summary(records: Sequence[Record]) -> str:

@@ -34,7 +34,7 @@ OWN = sorted(
     for name, entry in PROCESSORS.items()
     if name not in OF_ONE_CALL and entry.apply(None).options.keys() == {"logits_processor"}
 )
-# In bfloat16, two computations of a logit of these models differ by about 1 in dense ones (docs/losslessness.md), and
+# In bfloat16, two computations of a logit of these models differ by about 1 in dense ones (docs/guarantees.md), and
 # by more where rounding chose another expert. Logits have a standard deviation of 3.
 GAP, GAP_OF_EXPERTS = 2.5, 8.0
 

@@ -74,13 +74,19 @@ def summary(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """The types of which something is not possible, and the others in one paragraph."""
-    whole = ", ".join(f"`{name}`" for name, row in rows.items() if status(row) == "identical")
-    lines = [summary(rows), "", f"Every draft runs on: {whole}.", ""]
-    lines += [_line(["type", *COLUMNS, "reason"]), _line(["---"] * (len(COLUMNS) + 2))]
-    for name, row in rows.items():
-        if status(row) != "identical":
-            lines.append(_line([f"`{name}`", *_cells(row)]))
+    """The types of which something is not possible: those that run under some drafts, and those that are refused."""
+    some, refused, unbuildable = (
+        {name: row for name, row in rows.items() if status(row) in kinds}
+        for kinds in (("in part", "failed"), ("refused",), ("unbuildable",))
+    )
+    lines = [summary(rows), ""]
+    lines += [_line(["types", *COLUMNS, "reason"]), _line(["---"] * (len(COLUMNS) + 2))]
+    lines += [_line([names, *cells]) for cells, names in _grouped({name: _cells(some[name]) for name in some})]
+    lines += ["", _line(["refused types", "reason"]), _line(["---"] * 2)]
+    lines += [_line([names, cells[-1]]) for cells, names in _grouped({name: _cells(refused[name]) for name in refused})]
+    if unbuildable:
+        names = ", ".join(f"`{name}`" for name in unbuildable)
+        lines += ["", f"transformers cannot build or run these by their default settings: {names}."]
     return "\n".join(lines)
 
 
@@ -108,9 +114,15 @@ def between(text: str, name: str) -> tuple[str, str, str]:
     return f"{before}{start}\n", found, f"\n{end}{after}"
 
 
+def _grouped(cells: dict[str, list[str]]) -> list[tuple[tuple[str, ...], str]]:
+    """The different lines of cells, each with the types that have it."""
+    types: dict[tuple[str, ...], list[str]] = {}
+    for name, line in cells.items():
+        types.setdefault(tuple(line), []).append(f"`{name}`")
+    return [(line, ", ".join(names)) for line, names in types.items()]
+
+
 def _cells(row: dict[str, Any]) -> list[str]:
-    if "unbuildable" in row:
-        return [*[""] * len(COLUMNS), "transformers cannot build or run it by its default settings"]
     marks, reasons = [], []
     for drafts in COLUMNS.values():
         others = [row[draft] for draft in drafts if row[draft][0] != "identical"]

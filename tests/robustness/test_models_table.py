@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 from hf_longspec.modeling.mtp.convert_mtp import FAMILIES, REFUSED
 from hf_longspec.modeling.mtp.modeling_mtp import MtpConfig, decoder_like
 from tests.robustness.enumeration import outcome_of, quiet, stock_of
-from tests.robustness.models_table import between, lists
+from tests.robustness.models_table import DRAFTS, between, lists, table
 from tests.robustness.shrunk_configs import shrunk_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -20,6 +20,15 @@ TYPES = [kind for family in FAMILIES.values() for kind in family.types if kind i
 def test_the_page_has_the_lists_of_the_code():
     """`python -m tests.robustness.models_table --page docs/models.md --lists` writes them."""
     assert between(PAGE.read_text(), "lists")[1] == lists()
+
+
+def test_types_with_the_same_outcomes_share_a_line():
+    """Those that run under every draft have none."""
+    whole = dict.fromkeys(DRAFTS, ("identical", ""))
+    some, refused = whole | {"longspec": ("refused", "MLA")}, dict.fromkeys(DRAFTS, ("refused", "not causal"))
+    text = table({"a": some, "b": whole, "c": refused, "d": some, "e": {"unbuildable": "no such layer"}})
+    assert "| `a`, `d` | yes | yes | yes | yes | no | yes | MLA |" in text and "| `c` | not causal |" in text
+    assert "`b`" not in text and text.endswith(": `e`.")
 
 
 @pytest.mark.parametrize("model_type", TYPES)

@@ -1,1 +1,1 @@
-"""The Triton kernels: docs/kernels.md explains them."""
+"""The Triton kernels: docs/architecture.md has an overview."""

@@ -4,7 +4,7 @@
 
 `attention_kernel` writes such partial results, and `combine_kernel` merges all parts and the sinks in one pass.
 Keys and values are never gathered or repeated, there is no mask of the prefix, and scores are not written unless they
-are asked for; `reduce_scores_kernel` makes one score per entry of them. docs/kernels.md explains the kernels.
+are asked for; `reduce_scores_kernel` makes one score per entry of them. docs/architecture.md has an overview.
 
 The G = H // K query heads that share a key head are G * N rows of one program, so that a key is read once for all of
 them. Row r is node r // G of head r % G of its group. Softmax runs over keys that arrive block by block: a program
