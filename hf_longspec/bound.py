@@ -27,6 +27,7 @@ class bind:
         draft ([`DraftModel`], `str` or other `assistant_model`): The draft, its folder or Hub id.
 
     Attributes:
+        owner (`Any`): What was passed.
         model (`PreTrainedModel`): The model.
         draft ([`DraftModel`]): The draft, whose `last_speculation` is that of the last call.
         listeners (`list[Callable]`): Functions that get the arguments by name and the result of each call that used
@@ -37,7 +38,7 @@ class bind:
     """
 
     def __init__(self, model_or_trainer: Any, draft: Any):
-        self.model = generating_model(model_or_trainer)
+        self.owner, self.model = model_or_trainer, generating_model(model_or_trainer)
         if "generate" in vars(self.model):
             raise ValueError(f"{type(self.model).__name__}.generate is bound or replaced already. Undo that first.")
         self.draft = draft if getattr(draft, "_is_longspec_draft", False) else route.loaders[-1](draft, self.model)

@@ -15,11 +15,12 @@ from typing import Any, cast
 
 import torch
 
+from ..attention_backends.lengths import SeqLens
 from ..generation.cache import SpeculativeCache
 from ..generation.call import PACKED, Call, CallCache
 from ..generation.decoding import Session
 from ..generation.draft_tree import DraftTree
-from ..generation.drafter import Binding, Drafter
+from ..generation.drafter import Binding, Drafter, Verification
 from ..generation.sampling import NoiseRows, TokenRule, warped
 from ..generation.sequences import SpeculationStats
 from ..generation.special_case import GATE, SPECIAL_CASES
@@ -428,6 +429,10 @@ class SlotSession(Session):
             if source is one:
                 one.stats.draft_state_bytes = one.drafter.state_bytes
                 one.drafter = None  # its state was copied
+
+    def num_committed(self, tree: DraftTree, verification: Verification) -> SeqLens:
+        """Return how many nodes each row commits; none where a request has ended, whose text may be stored."""
+        return verification.num_nodes
 
     def settle(self) -> None:
         """Let the drafter know all that was emitted, so that its state is that of the texts."""

@@ -82,6 +82,10 @@ class DraftAlong(TrainerCallback):
         """Begin to collect what the model generates."""
         if self.add not in self.bound.listeners:
             self.bound.listeners.append(self.add)
+        handler = getattr(self.bound.owner, "callback_handler", None)
+        if handler is not None and self in handler.callbacks:  # before those that print and report the logs
+            handler.callbacks.remove(self)
+            handler.callbacks.insert(0, self)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -67,6 +67,8 @@ def spy(monkeypatch):
     [
         (5, (40, 40), {}, [40], [None]),  # equal prefixes are one call
         (1, (40, 0, 7), {}, [40, 7], [None, None]),  # ragged ones one each; an empty one never reaches the op
+        (5, (40, 0, 7, 33), {}, [40], [(8, 1, 20, 40)]),  # four and more are one call with a mask
+        (5, (500, 0, 7, 33), {}, [500, 7, 33], [None] * 3),  # unless they are long
         (3, (500,), {"sliding_window": 100, "positions": [[500, 501, 503]]}, [96, 3], [None, (1, 1, 3, 3)]),
         (1, (500,), {"sliding_window": 100, "positions": [[499]]}, [100], [None]),  # a single query needs no mask
         (3, (50,), {"softcap": 5.0}, [], []),  # the op has none

@@ -275,3 +275,29 @@ def test_a_static_cache_with_indexers_is_not_taken(made):
         for one, cache in zip((None, draft), caches, strict=True)
     ]
     assert torch.equal(*texts) and "layers of the kind StaticIndexedLayer" in draft.last_speculation.reason
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_rows_that_have_ended_go_along_in_plain_steps(target, monkeypatch, chat):
+    """Rows stay equally long, so that they are read at once, and the cache that is returned holds the texts alone."""
+    model = target("llama")
+    tokens, mask = prompts(7, 7, 7, 7)
+    free = generated(model, tokens)
+    end = free[1, 9].item()
+    draft = PlainDraftModel.from_target(model, gate=False)
+    shared, commit = [], SpeculativeCache.commit
+
+    def watched(self, *args):
+        commit(self, *args)
+        shared.append(self.lengths.shared is not None)
+
+    monkeypatch.setattr(SpeculativeCache, "commit", watched)
+    how = {"eos_token_id": end, "return_dict_in_generate": True}
+    if chat:
+        how[CACHE_NAME] = SpeculativeCache(model.config, 4, 40)
+    out = generated(model, tokens, mask, draft, **how)
+    expected = generated(model, tokens, mask, eos_token_id=end)
+    assert torch.equal(out.sequences, expected)
+    lengths = [7 + (row[7:].tolist() + [end]).index(end) for row in expected]
+    assert len(set(lengths)) > 1 and all(shared)
+    assert list(out[CACHE_NAME].lengths.host) == [min(length, 6 + NEW) for length in lengths]

@@ -22,10 +22,13 @@ KINDS = {
 
 
 class Rollouts(TrainerCallback):
-    """Generate before each step, as a trainer of reinforcement learning does."""
+    """Generate before each step, as a trainer of reinforcement learning does, and report the logs."""
 
     def __init__(self):
-        self.texts = []
+        self.texts, self.reported = [], []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.reported.append(dict(logs))
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         was_training = model.training
@@ -60,7 +63,7 @@ def trained(folder, model, draft, make_along=None, steps=4):
             trainer.add_callback(along)
         trainer.train()
         assert not bound.listeners
-    return trainer, rollouts.texts, along
+    return trainer, rollouts, along
 
 
 def drafts(model, kind):
@@ -78,10 +81,10 @@ def test_the_model_is_trained_as_without_it(tmp_path, kind):
         model.requires_grad_(True)
         draft = drafts(model, kind)
         before = copy.deepcopy(draft.state_dict())
-        trainer, texts, along = trained(tmp_path / folder, model, draft, make)
+        _, rollouts, along = trained(tmp_path / folder, model, draft, make)
         changed = any(not torch.equal(before[name], value) for name, value in draft.state_dict().items())
         assert changed == (along is not None)
-        found.append((model.state_dict(), texts, trainer.state.log_history))
+        found.append((model.state_dict(), rollouts.texts, rollouts.reported))
     for name, value in found[0][0].items():
         assert torch.equal(value, found[1][0][name]), name
     assert all(map(torch.equal, found[0][1], found[1][1]))
