@@ -298,6 +298,6 @@ def test_rows_that_have_ended_go_along_in_plain_steps(target, monkeypatch, chat)
     out = generated(model, tokens, mask, draft, **how)
     expected = generated(model, tokens, mask, eos_token_id=end)
     assert torch.equal(out.sequences, expected)
-    lengths = [7 + (row[7:].tolist() + [end]).index(end) for row in expected]
+    lengths = [7 + [*row[7:].tolist(), end].index(end) for row in expected]
     assert len(set(lengths)) > 1 and all(shared)
     assert list(out[CACHE_NAME].lengths.host) == [min(length, 6 + NEW) for length in lengths]
