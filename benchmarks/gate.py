@@ -178,6 +178,10 @@ def measure(
         for name in [*ways, *(stock or ())]:
             own = of_length.xs(name, axis=1, level=1)
             base = of_length.xs(PLAIN, axis=1, level=1)
+            over = {}
+            if stock:
+                generate = of_length.xs(next(iter(STOCK)), axis=1, level=1)
+                over = {"over_generate": mean_interval(list(generate.seconds / own.seconds))}
             results.write(
                 "gate",
                 **labels,
@@ -193,6 +197,7 @@ def measure(
                 expected_over_emitted=significant(own.expected.sum() / max(1, own.emitted.sum())),
                 same_texts=int(own.same.sum()),
                 texts=len(own),
+                **over,
             )
 
 

@@ -103,10 +103,17 @@ def memory_tables(records: Sequence[Record]) -> list[str]:
     return [memory_headline(records), *chain(*([title, table(own, columns)] for title, own in rows.items() if own))]
 
 
+def _mean(key: str) -> Callable[[Record], str]:
+    """A column: a mean with half of its interval."""
+    return lambda row: f"{row[key]['mean']:.2f} ± {(row[key]['high'] - row[key]['low']) / 2:.2f}"
+
+
 def _speedup(key: str) -> Callable[[Record], str]:
     """A column: a mean ratio, with half of its interval if there are several texts."""
 
     def shown(row: Record) -> str:
+        if key not in row:
+            return ""
         half = (row[key]["high"] - row[key]["low"]) / 2
         return f"{row[key]['mean']:.2f}" + (f" ± {half:.2f}" if row["texts"] > 2 else "")
 
@@ -120,6 +127,7 @@ GATE: Columns = {
     "tokens": "tokens",
     "draft": "method",
     "tokens/s": "{tokens_per_second:.1f}",
+    "over generate": _speedup("over_generate"),
     "over no draft": _speedup("speedup"),
     "in CPU time": _speedup("cpu_speedup"),
     "tau": "{tau:.2f}",
@@ -130,8 +138,29 @@ GATE: Columns = {
 }
 GATE_QUOTED = (
     *("task or context", "threads", "temperature", "tokens", "draft"),
-    *("over no draft", "tau", "nodes", "expected / real tokens", "same text"),
+    *("over generate", "over no draft", "tau", "nodes", "expected / real tokens", "same text"),
 )
+
+
+ROLLOUTS: Columns = {
+    "model": "model",
+    "way": "way",
+    "rows": "rows",
+    "threads": "threads",
+    "tokens/s": "{tokens_per_second:.0f}",
+    "over TRL's own": "{speed:.2f} ({lowest:.2f} to {highest:.2f})",
+    "share of the time": "{share:.2f}",
+    "reward": "{reward:.3f}",
+    "tau": "{tau:.2f}",
+}
+TAUS: Columns = {
+    "model": "model",
+    "draft": "way",
+    "step": "step",
+    "tau": _mean("tau"),
+    "reward": _mean("reward"),
+    "share of the time": "{share:.3f}",
+}
 
 
 def _table_of(rows: Callable[[Sequence[Record]], Sequence[Record]], columns: Columns) -> dict[str, Any]:
@@ -149,6 +178,14 @@ COMPUTED: dict[str, dict[str, Any]] = {
     },
     "memory": {"headline": memory_headline, "parts": memory_tables},
     "acceptance": {"note": ACCEPTANCE_NOTE, "headline": acceptance_table},
+    "rollouts": {
+        "parts": lambda records: [
+            table(rows, columns)
+            for kind, columns in (("rollouts", ROLLOUTS), ("tau", TAUS))
+            if (rows := of_kind(records, kind))
+        ],
+        "headline": lambda records: table(of_kind(records, "rollouts"), ROLLOUTS),
+    },
     "gate": _table_of(lambda records: of_kind(records, "gate"), {name: GATE[name] for name in GATE_QUOTED})
     | {"parts": lambda records: [table(of_kind(records, "gate"), GATE)]},
 }

@@ -67,9 +67,9 @@ SLOW_TAILS, SLOW_TAILS_FLOAT32 = (1, 3), (3,)
 DENSE_KEYS = 4096
 
 # So many rows of unequal lengths or more are one call with a mask, if a row has at most so many scores per head. One
-# call against a call per row, H=4, K=2, D=64, float32, two threads: 157 against 357 microseconds for 16 rows of 256 keys
-# and a node, 1,015 against 1,838 for 64 rows and 5 nodes, 225 against 280 for 8 rows of 1,024 keys; with 5 nodes after
-# 1,024 keys both take as long.
+# call against a call per row, H=4, K=2, D=64, float32, two threads: 157 against 357 microseconds for 16 rows of 256
+# keys and a node, 1,015 against 1,838 for 64 rows and 5 nodes, 225 against 280 for 8 rows of 1,024 keys; with 5 nodes
+# after 1,024 keys both take as long.
 MASKED_ROWS, MASKED_SCORES = 4, 2048
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
