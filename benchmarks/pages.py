@@ -3,7 +3,7 @@
 pages.yaml has the titles, the notes and the columns that need no arithmetic.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -142,6 +142,13 @@ GATE_QUOTED = (
 )
 
 
+def gate_table(records: Sequence[Record], names: Iterable[str]) -> str:
+    """Return these columns; without plain `generate`, none of it."""
+    rows = of_kind(records, "gate")
+    has_stock = any("over_generate" in row for row in rows)
+    return table(rows, {name: GATE[name] for name in names if has_stock or name != "over generate"})
+
+
 ROLLOUTS: Columns = {
     "model": "model",
     "way": "way",
@@ -186,8 +193,10 @@ COMPUTED: dict[str, dict[str, Any]] = {
         ],
         "headline": lambda records: table(of_kind(records, "rollouts"), ROLLOUTS),
     },
-    "gate": _table_of(lambda records: of_kind(records, "gate"), {name: GATE[name] for name in GATE_QUOTED})
-    | {"parts": lambda records: [table(of_kind(records, "gate"), GATE)]},
+    "gate": {
+        "headline": lambda records: gate_table(records, GATE_QUOTED),
+        "parts": lambda records: [gate_table(records, GATE)],
+    },
 }
 
 
