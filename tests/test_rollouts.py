@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import hf_longspec
 from hf_longspec import LongSpecDraftModel, NgramDraftModel, PlainDraftModel
 from hf_longspec.training import DraftAlong
+from tests import scripts
 from tests.test_bound import CARDS
 
 trl = pytest.importorskip("trl")
@@ -124,6 +125,16 @@ def test_a_draft_learns_along_with_a_policy(tokenizer, tmp_path):
     assert all(torch.equal(value, runs[1][0][name]) for name, value in runs[0][0].items())
     assert [log.get("reward") for log in runs[0][1]] == [log.get("reward") for log in runs[1][1]]
     assert all(log["draft_tau"] > 1 for log in runs[1][1][:STEPS])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("draft", [(), pytest.param(("--draft", "ngram"), marks=pytest.mark.soak)])
+def test_the_example_runs(draft, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    trainer = scripts.script("grpo", "examples").main(["--steps", "1", "--tokens", "12", *draft])
+    logs = trainer.state.log_history[0]
+    assert 0 < logs["reward"] < 1 and ("draft_loss" in logs) == (not draft)
+    assert "tau" in capsys.readouterr().out
 
 
 def evaluated(harness, model, tokenizer, folder):

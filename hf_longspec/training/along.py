@@ -21,6 +21,8 @@ logger = logging.get_logger(__name__)
 
 # Folder in a checkpoint of the trainer.
 FOLDER = "draft"
+# Texts by which tau is estimated before and after an update; a pass over them takes as long as a step on as many.
+ESTIMATED = 2
 
 
 class DraftAlong(TrainerCallback):
@@ -97,7 +99,8 @@ class DraftAlong(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Train the draft, if it is time and there are texts."""
         if state.global_step % self.every == 0 and self.texts:
-            self.update()
+            # the next log comes before the next update
+            self.update(is_logged=-state.global_step % max(1, state.logging_steps) < self.every)
 
     def on_log(
         self,
@@ -143,19 +146,19 @@ class DraftAlong(TrainerCallback):
             if len(new) > 1:
                 self.texts.append((tokens, labels))
 
-    def update(self) -> None:
-        """Take the steps of an update on the newest texts."""
+    def update(self, is_logged: bool = True) -> None:
+        """Take the steps of an update on the newest texts; if it is logged, estimate tau before and after."""
         started, size = time.perf_counter(), self.args.per_device_train_batch_size
         rows = [{"input_ids": tokens, "labels": labels} for tokens, labels in reversed(self.texts)]
         with evaluating(self.target), torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.args.bf16):
             # made anew, as a method may keep what it computes from weights of the target
             method = method_of(self.draft)(self.draft, self.target, self.args)
-            newest = self._batch(rows[:size])
-            before = self._estimated_tau(method, newest)
+            newest = self._batch(rows[:ESTIMATED])
+            before = self._estimated_tau(method, newest) if is_logged else None
             for step in range(self.steps):
                 first = step * size % len(rows)
                 loss = self._step(method, self._batch(rows[first : first + size]))
-            after = self._estimated_tau(method, newest)
+            after = self._estimated_tau(method, newest) if is_logged else None
         if method.longest_position:
             self.draft.config.trained_max_length = method.longest_position
         self.metrics |= {"draft_loss": loss}
