@@ -6,7 +6,7 @@ then runs without the draft or is an error. What only some calls need is a speci
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -62,6 +62,7 @@ KNOWN_MODEL_KWARGS = {
 # Names of special cases, in the order in which their reasons are looked for.
 USER_CACHE, PROCESSORS = f"{CACHE_NAME} with tokens", "logits processors"
 IMAGES, HOOKS, GRAMMAR = "inputs beside the tokens", "forward hooks", "a grammar"
+COPIES = "copies of a prompt"
 PACKED, HALF_PRECISION, PROMPT_PROGRESS = "packed weights", "half precision on a CPU", "a progress bar"
 # Number of weights from which products on a CPU are worth packing.
 LARGE = 2**20
@@ -134,6 +135,7 @@ class Call:
             GRAMMAR: any(declared(processor, "is_grammar") for processor in self.logits_processor),
             PROCESSORS: not all(map(is_history_free, self.logits_processor)),
             IMAGES: has_axes or any(value is not None for value in others),
+            COPIES: len(set(map(tuple, self.input_ids.tolist()))) < len(self.input_ids),
             HOOKS: self.target.has_hooks and self.draft.setting("check_target"),
             PACKED: self.draft.setting("compile") == "auto" and self._is_large_on_cpu,
             HALF_PRECISION: self.target.model.dtype.itemsize == 2 and self._is_large_on_cpu,
@@ -280,8 +282,7 @@ class Prompts:
         texts (`list[torch.LongTensor]`): Tokens `(T,)` of every row, those in the cache included.
         new (`list[torch.LongTensor]`): Tokens of every row that the cache does not hold.
         is_whole (`bool`): Whether prompts run with their last tokens, which then run again.
-        rows_read (`list[int]`): Rows of the batch that forwards read: the first one of each prompt.
-        places (`list[int]`): Which of them has the prompt of each row.
+        places (`Sequence[int]`): Row of the forwards that reads the prompt of each row.
         offsets (`torch.LongTensor` of shape `(batch, 1)`, *optional*): Position of the last token of every row, minus
             its place in the text; `None` if all are 0.
         logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*): Logits of the last token of each prompt, if a
@@ -289,7 +290,6 @@ class Prompts:
     """
 
     is_whole = False
-    reads_copies_once = True  # whether rows with the same prompt are read as one
     offsets: torch.Tensor | None = None
     logits: torch.Tensor | None = None
 
@@ -303,9 +303,7 @@ class Prompts:
         self.padding = padding if bool(padding.any()) else None
         self.by_chains = len(set(self.past_lengths)) > 1
         self.new = [text[count:] for text, count in zip(self.texts, self.past_lengths, strict=True)]
-        self.rows_read = self.places = list(range(len(self.texts)))
-        if len(self.texts) > 1 and self.reads_copies_once and not any(self.past_lengths):
-            self.rows_read, self.places = first_copies(self.texts)
+        self.places: Sequence[int] = range(len(self.texts))
 
     def why_not(self) -> Iterator[str]:
         """Yield reasons why the draft cannot be used with these prompts."""
@@ -350,14 +348,7 @@ class Prompts:
                 self.target.prefill_rows(heads, cache, self.chunk_size)
         elif max(map(len, heads)):
             tokens = pad_sequence(self.new if self.is_whole else heads, batch_first=True)
-            if len(self.rows_read) == len(tokens):
-                self.target.prefill(tokens, cache, self.chunk_size)
-                return
-            once = SpeculativeCache(self.target.config, len(self.rows_read), tokens.shape[1], tree_slots=1)
-            self.target.prefill(tokens[self.rows_read], once, self.chunk_size)
-            once.set_lengths([len(heads[row]) for row in self.rows_read])
-            for row, place in enumerate(self.places):
-                cache.take_row(row, once, place)
+            self.target.prefill(tokens, cache, self.chunk_size)
 
 
 class CallCache:
@@ -396,17 +387,6 @@ def pack_if_mostly_free(cache: SpeculativeCache) -> None:
     """Copy the tokens of a cache that the user gets, if they fill less than half of its buffers."""
     if 2 * cache.lengths.longest < cache.max_length + cache.tree_slots:
         cache.pack()
-
-
-def first_copies(texts: list[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Return the first row of each text, and which of these rows every row is a copy of.
-
-    >>> first_copies([torch.tensor(text) for text in ([1, 2], [3], [1, 2])])
-    ([0, 1], [0, 1, 0])
-    """
-    seen: dict[tuple[int, ...], int] = {}
-    places = [seen.setdefault(tuple(text.tolist()), len(seen)) for text in texts]
-    return [places.index(place) for place in range(len(seen))], places
 
 
 def unpadded(values: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:

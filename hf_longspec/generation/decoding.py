@@ -141,9 +141,9 @@ class Session:
 
     def prefill(self) -> list[torch.Tensor]:
         """Run the prompts but for their last tokens, which are returned, and check this kind of target once."""
-        prompts = self.prompts
-        with self.drafter.watch_prefill(list(map(len, prompts.texts)), self.past_lengths, prompts.places):
-            tails = prompts.prefill(self.cache, self.seed_tokens)
+        lengths = [len(text) for text in self.prompts.texts]
+        with self.drafter.watch_prefill(lengths, self.past_lengths, self.prompts.places):
+            tails = self.prompts.prefill(self.cache, self.seed_tokens)
         self.check_once()
         return tails
 
@@ -212,16 +212,14 @@ class Session:
         return Verification.of(tree, step, acceptance.path, counts, tokens, nodes)
 
     def num_committed(self, tree: DraftTree, verification: Verification) -> SeqLens:
-        """Return how many nodes each row commits.
+        """Return how many nodes each row commits. In plain steps on a CPU, rows that have ended go along.
 
-        Rows that have ended go along in plain steps on a CPU, where rows of equal length are read at once. What they
-        hold beyond their text is dropped at the end of the call.
+        There, rows of equal length are read at once. What they hold beyond their text is dropped in the end.
         """
-        counts = verification.num_nodes
-        goes_along = tree.num_nodes == 1 and self.cache.lengths.shared is not None and not self.cache.parts
-        if goes_along and self.root.device.type == "cpu" and not all(counts.host) and any(counts.host):
-            return SeqLens([1] * len(counts.host))
-        return counts
+        counts, cache = verification.num_nodes, self.cache
+        is_plain = tree.num_nodes == 1 and self.root.device.type == "cpu"
+        goes_along = is_plain and cache.lengths.shared is not None and not cache.parts and any(counts.host)
+        return SeqLens([1] * len(counts.host)) if goes_along else counts
 
     def _counts_on_device(self, emitted: list[int], accepted: list[int], num_nodes: torch.Tensor) -> torch.Tensor:
         """Return the emitted counts on the device, without a copy unless a row has just stopped."""

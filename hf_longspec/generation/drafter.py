@@ -146,16 +146,8 @@ class Drafter(CandidateGenerator):
         """Bytes of the drafter's own state, without the target's cache."""
         return 0
 
-    def watch_prefill(
-        self, lengths: Sequence[int], starts: Sequence[int], places: Sequence[int]
-    ) -> AbstractContextManager[Any]:
-        """Return a context in which the target reads the prompts. It does nothing by default.
-
-        Args:
-            lengths (`Sequence[int]`): Number of tokens of the prompt of every row.
-            starts (`Sequence[int]`): Number of its tokens that are not read.
-            places (`Sequence[int]`): Which row of the forwards reads it.
-        """
+    def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int], places: Sequence[int]) -> Any:
+        """Return a context in which the rows `places` of forwards read prompts of `lengths` tokens, from `starts` on."""
         return nullcontext()
 
     def attention(self) -> AbstractContextManager[None]:

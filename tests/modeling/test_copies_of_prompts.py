@@ -5,7 +5,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from hf_longspec.generation.call import Prompts
+from hf_longspec.generation.special_cases.copies import Copies
 from tests.modeling.calls import GREEDY
 from tests.modeling.test_contract import DRAFTS, FEW_TOKENS, REFUSED, check_drafted, draft_of
 from tests.robustness.enumeration import build
@@ -54,7 +54,7 @@ def test_copies_are_read_once(target, monkeypatch, kind, name):
     check_drafted(draft, model)
     assert rows[max(rows)] == 3
     # the draft knows of every row what it knows of a prompt that is read by itself
-    monkeypatch.setattr(Prompts, "reads_copies_once", False)
+    monkeypatch.setattr(Copies, "change", lambda self, call: None)
     alone = unhooked(draft_of(kind, model))
     text, rows = continued(model, alone)
     assert torch.equal(text, expected) and rows[max(rows)] == len(ROWS)

@@ -4,6 +4,7 @@ from typing import Any
 
 from ..cache import LAYERS
 from ..special_case import MODES, SPECIAL_CASES
+from .copies import Copies
 from .forward_check import FirstChecks, Hooks
 from .gate import Gate
 from .grammar import Grammars
@@ -24,7 +25,7 @@ def register_special_cases() -> None:
     """Register all special cases. Repeating it changes nothing."""
     MODES[:] = RECURRENT, MASKED, HYBRID  # the last one takes all targets
     LAYERS.update(LAYERS_OF_STATES | LAYERS_OF_INDEXERS)
-    calls = UserCaches, Processors, Grammars, Inputs, FirstChecks, Hooks
+    calls = UserCaches, Processors, Grammars, Inputs, Copies, FirstChecks, Hooks
     targets = RotaryFrequencies, Parallel, PackedProducts, HalfPrecision, PromptProgress
     cases: tuple[Any, ...] = *calls, *targets, Gate
     SPECIAL_CASES.update((each.case, each()) for each in cases if each.case not in SPECIAL_CASES)

@@ -98,8 +98,6 @@ class PromptsWithInputs(Prompts):
             the axes of M-RoPE; `None` if the call has none.
     """
 
-    reads_copies_once = False
-
     def __init__(self, call: Call):
         super().__init__(call)
         mask = torch.ones_like(self.input_ids) if call.mask is None else call.mask

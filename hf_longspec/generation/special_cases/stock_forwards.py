@@ -38,8 +38,6 @@ class PlainForwards:
 class PromptsOfForwards(Prompts):
     """Prompts of targets whose layers depend on the forwards of plain `generate`."""
 
-    reads_copies_once = False
-
     def __init__(self, call: Call):
         super().__init__(call)
         width = self.input_ids.shape[1]

@@ -184,8 +184,11 @@ def test_another_copy_is_made_when_weights_change(target):
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
     second = draft.weights_for(model)
     assert second is not first
+    model.model.layers[0].mlp.up_proj.weight.data.mul_(2)  # counts no version, as fused optimizers do not
+    third = draft.weights_for(model)
+    assert third not in (first, second) and draft.weights_for(model) is third
     draft.generation_config.draft_weights = "int8"
-    assert draft.weights_for(model) not in (first, second)
+    assert draft.weights_for(model) not in (first, second, third)
     draft.generation_config.draft_weights = None
     assert draft.weights_for(model) is None
 
