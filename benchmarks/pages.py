@@ -149,6 +149,29 @@ def gate_table(records: Sequence[Record], names: Iterable[str]) -> str:
     return table(rows, {name: GATE[name] for name in names if has_stock or name != "over generate"})
 
 
+STOCK = "generate"  # as benchmarks/gate.py names it
+
+
+def gains(records: Sequence[Record], part: str) -> str:
+    """Return how many times as fast as plain `generate` each draft is by task, greedy, at most tokens."""
+    rows = of_kind(records, "gate", temperature=0.0)
+    rows = [row for row in rows if row["tokens"] == max(row["tokens"] for row in rows)]
+    stock = {row["task"]: row["tokens_per_second"] for row in rows if row["method"] == STOCK}
+    lines: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if row["method"] != STOCK:
+            mean = (
+                row["over_generate"]["mean"]
+                if "over_generate" in row
+                else row["tokens_per_second"] / stock[row["task"]]
+            )
+            names = {PLAIN: "no draft", "smollm2-135m-longspec": "LongSpec", "SpecAttn, int4": "SpecAttn in 4 bits"}
+            names["generate, prompt lookup"] = "prompt lookup of transformers"
+            name = names.get(row["method"], row["method"])
+            lines.setdefault(row["task"], {"task": row["task"]})[name] = f"{mean:.2f}"
+    return table(list(lines.values()), {name: name for name in next(iter(lines.values()))})
+
+
 ROLLOUTS: Columns = {
     "model": "model",
     "way": "way",
@@ -195,6 +218,7 @@ COMPUTED: dict[str, dict[str, Any]] = {
     },
     "gate": {
         "headline": lambda records: gate_table(records, GATE_QUOTED),
+        "about": gains,
         "parts": lambda records: [gate_table(records, GATE)],
     },
 }

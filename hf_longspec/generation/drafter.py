@@ -147,7 +147,7 @@ class Drafter(CandidateGenerator):
         return 0
 
     def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int], places: Sequence[int]) -> Any:
-        """Return a context in which the rows `places` of forwards read prompts of `lengths` tokens, from `starts` on."""
+        """Return a context in which rows `places` of forwards read prompts of `lengths` tokens, from `starts` on."""
         return nullcontext()
 
     def attention(self) -> AbstractContextManager[None]:
