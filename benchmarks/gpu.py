@@ -48,14 +48,20 @@ BACKENDS = ["hf_longspec_triton", "hf_longspec_torch", "hf_longspec_fa"]
 
 
 def ceilings(run: GpuRun) -> None:
-    """Best rates of a copy and of a matrix product in the dtype of the run. Every floor divides by them."""
+    """Best rates of memory and of a matrix product in the dtype of the run. Every floor divides by them.
+
+    Memory is read faster than it is copied, and a step mostly reads, so the floor is by the faster of both.
+    """
     size = run.plan.matrix
     matrix, other = (torch.randn(size, size, device=run.device).to(run.dtype) for _ in range(2))
     source = torch.randn(8 * size * size // 4, device=run.device)
     copy = torch.empty_like(source)
     copies = min(run.time(lambda: copy.copy_(source)).milliseconds)
+    reads = min(run.time(lambda: source.sum()).milliseconds)
     products = min(run.time(lambda: matrix @ other).milliseconds)
-    rates = {"tb_per_second": 2 * source.nbytes / copies / 1e9, "tflops": 2 * size**3 / products / 1e9}
+    of_memory = {"copy": 2 * source.nbytes / copies / 1e9, "read": source.nbytes / reads / 1e9}
+    rates = {"tb_per_second": max(of_memory.values()), "tflops": 2 * size**3 / products / 1e9}
+    rates |= {f"{name}_tb_per_second": rate for name, rate in of_memory.items()}
     run.write("gpu_ceilings", **{name: significant(value) for name, value in rates.items()}, **gpu_facts(run.device))
     run.say(f"ceilings: {rates}")
 

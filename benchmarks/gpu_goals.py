@@ -63,7 +63,7 @@ class Measurements:
         return self.value("iteration", field, draft=draft, mode=self.mode, batch=1, context=context)
 
     def bandwidth(self, nodes: int) -> float | None:
-        """The share of the bandwidth of a copy at which the kernel reads the keys and values of the prefix."""
+        """The share of the bandwidth of the memory at which the kernel reads the keys and values of the prefix."""
         read = self._attention("kernel", nodes, "tb_per_second", backend=TRITON)
         return ratio(read, self.value("gpu_ceilings", "tb_per_second"))
 

@@ -40,7 +40,9 @@ def run(tmp_path, sections, dtype):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "could not be captured" not in done.stdout + done.stderr
     records = read_records(output)
-    assert of(records, "gpu_ceilings")[0]["gpu"] == "simulated" and records[-1]["kind"] == "end"
+    (ceiling,) = of(records, "gpu_ceilings")
+    assert ceiling["tb_per_second"] == max(ceiling["read_tb_per_second"], ceiling["copy_tb_per_second"])
+    assert ceiling["gpu"] == "simulated" and records[-1]["kind"] == "end"
     assert not of(records, "failed")
     return records
 
