@@ -1,11 +1,13 @@
-"""The texts that drafts of SmolLM2 are trained on: prompts, and conversations of prompts and answers."""
+"""The texts that drafts of SmolLM2 are trained on: prompts, and conversations of prompts and answers; its figure."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
 
-from tests.scripts import script
+from tests.scripts import PROJECT, script
 
 
 @pytest.fixture
@@ -57,3 +59,14 @@ def test_answers_follow_their_prompts(rows_of, tmp_path):
         ["question 0", "answer 0"],
     ]
     assert [turn["role"] for turn in rows[0]["messages"]] == ["user", "assistant"]
+
+
+def test_the_figure_is_measured_for_each_batch(tmp_path):
+    """By the script for a GPU, on the bundled target."""
+    settings = {"TARGET": "hub_cards/tiny-target", "DRAFTS": "ngram", "CONTEXTS": "64", "DTYPE": "float32"}
+    settings |= {"TOKENS": "4", "REPEATS": "1", "BATCHES": "1 2", "PYTHON": sys.executable}
+    command = ["sh", "recipes/smollm2/gpu_figure.sh", str(tmp_path)]
+    subprocess.run(command, cwd=PROJECT, env=os.environ | settings, check=True, capture_output=True)
+    for batch in "12":
+        rows = [json.loads(line) for line in (tmp_path / f"batch-{batch}.jsonl").read_text().splitlines()]
+        assert len(rows) > 2 and "identical" in (tmp_path / f"batch-{batch}.txt").read_text()
