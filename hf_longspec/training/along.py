@@ -178,10 +178,12 @@ class DraftAlong(TrainerCallback):
         totals, _ = method.loss(self.draft, inputs)
         items = method.items(inputs["labels"]).to(totals.device)
         loss = (totals / items.clamp_min(1)).sum()
-        if not torch.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss of the draft is {loss.item()}: lower learning_rate of DraftAlong's args."
+        if not torch.isfinite(loss):  # the run of the trainer goes on, and so does the draft as it is
+            logger.warning_once(
+                f"The loss of the draft is {loss.item()}, so this step leaves its weights as they are. Lower the "
+                f"learning_rate of DraftAlong, which is {self.args.learning_rate}."
             )
+            return float("nan")
         # not backward(), which would add to the gradients of the target
         slopes = torch.autograd.grad(loss, self.weights, allow_unused=True)
         for weight, slope in zip(self.weights, slopes, strict=True):

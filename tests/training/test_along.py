@@ -1,6 +1,7 @@
 """DraftAlong: the draft learns from generated texts, and the model is trained as without it."""
 
 import copy
+import logging
 from functools import partial
 
 import pytest
@@ -143,3 +144,21 @@ def test_refusals():
             DraftAlong(bound, loss="mse")
         with pytest.raises(TypeError, match="rate: no such setting"):
             DraftAlong(bound, rate=1)
+
+
+def test_a_loss_that_is_not_finite_leaves_the_draft_as_it_is(caplog):
+    """The trainer's run does not end for it."""
+    model = tiny_target("llama", vocab_size=VOCAB)
+    draft = drafts(model, "longspec")
+    ids, mask = tiny_prompts(VOCAB, (6, 6))
+    with hf_longspec.bind(model, draft) as bound:
+        along = DraftAlong(bound)
+        bound.listeners.append(along.add)
+        model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=PAD)
+    before = copy.deepcopy(draft.state_dict())
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    with caplog.at_level(logging.WARNING):
+        along.update(is_logged=False)
+    assert "The loss of the draft is nan" in caplog.text
+    assert all(torch.equal(value, before[name]) for name, value in draft.state_dict().items())
