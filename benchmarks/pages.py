@@ -157,18 +157,15 @@ def gains(records: Sequence[Record], part: str) -> str:
     rows = of_kind(records, "gate", temperature=0.0)
     rows = [row for row in rows if row["tokens"] == max(row["tokens"] for row in rows)]
     stock = {row["task"]: row["tokens_per_second"] for row in rows if row["method"] == STOCK}
+    names = {PLAIN: "no draft", "smollm2-135m-longspec": "LongSpec", "SpecAttn, int4": "SpecAttn in 4 bits"}
+    names["generate, prompt lookup"] = "prompt lookup of transformers"
     lines: dict[str, dict[str, Any]] = {}
     for row in rows:
         if row["method"] != STOCK:
-            mean = (
-                row["over_generate"]["mean"]
-                if "over_generate" in row
-                else row["tokens_per_second"] / stock[row["task"]]
-            )
-            names = {PLAIN: "no draft", "smollm2-135m-longspec": "LongSpec", "SpecAttn, int4": "SpecAttn in 4 bits"}
-            names["generate, prompt lookup"] = "prompt lookup of transformers"
+            ratio = f"{row['tokens_per_second'] / stock[row['task']]:.2f}"
+            cell = _mean("over_generate")(row) if "over_generate" in row else ratio
             name = names.get(row["method"], row["method"])
-            lines.setdefault(row["task"], {"task": row["task"]})[name] = f"{mean:.2f}"
+            lines.setdefault(row["task"], {"task": row["task"].replace("_", " ")})[name] = cell
     return table(list(lines.values()), {name: name for name in next(iter(lines.values()))})
 
 
