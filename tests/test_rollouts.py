@@ -4,6 +4,9 @@ Sampled texts are compared with those of the loop without a draft, for the same 
 changed in a way that the package does not know is decoded without the draft, which the tests count as a failure.
 """
 
+import os
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -15,10 +18,12 @@ import hf_longspec
 from hf_longspec import LongSpecDraftModel, NgramDraftModel, PlainDraftModel
 from hf_longspec.training import DraftAlong
 from tests import scripts
+from tests.scripts import PROJECT
 from tests.test_bound import CARDS
 
 trl = pytest.importorskip("trl")
 PROMPTS = ["one two three, one two", "a b c, a b c, a", "four five, four five", "the sea, the sea, the"]
+EXAMPLE = PROJECT / "examples" / "grpo.py"
 STEPS = 2
 HOW = {"report_to": [], "use_cpu": True, "bf16": False, "max_steps": STEPS, "seed": 3, "learning_rate": 1e-3}
 HOW |= {"per_device_train_batch_size": 4, "logging_steps": 1, "save_steps": STEPS}
@@ -135,6 +140,19 @@ def test_the_example_runs(draft, tmp_path, monkeypatch, capsys):
     logs = trainer.state.log_history[0]
     assert 0 < logs["reward"] < 1 and ("draft_loss" in logs) == (not draft)
     assert "tau" in capsys.readouterr().out
+
+
+@pytest.mark.soak
+def test_two_processes_train_together(tmp_path):
+    """Under DistributedDataParallel, each process with its own copy of the draft."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(EXAMPLE)]
+    command += ["--steps", "2", "--tokens", "16", "--output", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=PROJECT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("longspec: tau") == 2 and "is not used in this call" not in done.stderr
+    assert "draft_loss" in done.stdout
 
 
 def evaluated(harness, model, tokenizer, folder):
