@@ -8,7 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Trainer, TrainingArguments, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
 
 import hf_longspec
 from hf_longspec import NgramDraftModel
@@ -112,3 +121,16 @@ def test_a_draft_by_its_folder_and_a_pipeline():
     with hf_longspec.bind(pipe, CARDS / "tiny-longspec") as bound:
         assert pipe("one two three, one two", **how) == expected
         assert bound.draft.last_speculation.num_draft_tokens > 0
+
+
+def test_predictions_of_a_sequence_trainer(model, draft, tmp_path):
+    settings = {"predict_with_generate": True, "generation_max_length": 40, "report_to": [], "use_cpu": True}
+    args = Seq2SeqTrainingArguments(str(tmp_path), per_device_eval_batch_size=2, disable_tqdm=True, **settings)
+    model.generation_config.update(do_sample=False, pad_token_id=0, eos_token_id=None)
+    columns = prompts() | {"labels": prompts()["input_ids"]}
+    rows = [{name: value[row] for name, value in columns.items()} for row in range(2)]
+    trainer = Seq2SeqTrainer(model, args)
+    expected = trainer.predict(rows).predictions
+    with hf_longspec.bind(trainer, draft):
+        assert (trainer.predict(rows).predictions == expected).all()
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
