@@ -59,5 +59,5 @@ write prompts answers 150 --chat --max-new-tokens "$(scaled 256 24)"
 conversations join --prompts "$TEXTS/prompts.jsonl" --answers "$TEXTS/answers.jsonl" --output "$TEXTS/conversations.jsonl"
 train longspec 200 "$(scaled 16 1)" "$(scaled 1500 4)"
 train tokenswift 60 "$(scaled 16 1)" "$(scaled 400 4)"
-cd "$RUNS"
-tar -cf "$OLDPWD/$OUT/drafts.tar" $(ls longspec/*.json longspec/*.safetensors tokenswift/*.json tokenswift/*.safetensors)
+(cd "$RUNS" && tar -cf - longspec/*.json longspec/*.safetensors tokenswift/*.json tokenswift/*.safetensors) \
+    > "$OUT/drafts.tar"
