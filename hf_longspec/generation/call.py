@@ -135,7 +135,7 @@ class Call:
             GRAMMAR: any(declared(processor, "is_grammar") for processor in self.logits_processor),
             PROCESSORS: not all(map(is_history_free, self.logits_processor)),
             IMAGES: has_axes or any(value is not None for value in others),
-            COPIES: len(set(map(tuple, self.input_ids.tolist()))) < len(self.input_ids),
+            COPIES: len(self.input_ids) > 1 and self._has_copies(),
             HOOKS: self.target.has_hooks and self.draft.setting("check_target"),
             PACKED: self.draft.setting("compile") == "auto" and self._is_large_on_cpu,
             HALF_PRECISION: self.target.model.dtype.itemsize == 2 and self._is_large_on_cpu,
@@ -147,6 +147,9 @@ class Call:
     def _is_large_on_cpu(self) -> bool:
         parameters = list(self.target.model.parameters())
         return {part.device.type for part in parameters} == {"cpu"} and sum(map(torch.numel, parameters)) >= LARGE
+
+    def _has_copies(self) -> bool:
+        return len(set(map(tuple, self.input_ids.tolist()))) < len(self.input_ids)
 
     def _passes_cache(self) -> bool:
         """Return whether the user passed a cache, or asks for one of another kind than the loop makes."""
