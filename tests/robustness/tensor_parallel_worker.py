@@ -2,8 +2,8 @@
 
 import json
 import os
-import time
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
