@@ -23,20 +23,11 @@ from trl import GRPOConfig, GRPOTrainer
 import hf_longspec
 from benchmarks import harness
 from benchmarks.report import mean_interval
+from examples.grpo import PROMPTS, share_of_vowels
 from hf_longspec.cli.measuring import rotated, significant
 from hf_longspec.training import DraftAlong
 
 OWN = "generate of TRL"
-PROMPTS = [
-    "def main(",
-    "import os\n",
-    "class Reader:\n    ",
-    "for name in ",
-    "# The ",
-    "return ",
-    "if not ",
-    "with open(",
-]
 QUESTIONS = [
     "Name three rivers of Europe.",
     "Why is the sky blue?",
@@ -76,10 +67,6 @@ class Watch(TrainerCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Read the statistics of the step's rollouts."""
         self.taus.append(self.draft.last_speculation.mean_acceptance_length if self.draft is not None else 0.0)
-
-
-def share_of_vowels(completions: list[str], **_: Any) -> list[float]:
-    return [sum(letter in "aeiou" for letter in text) / max(1, len(text)) for text in completions]
 
 
 def run(args: Any, make: Callable[[Any], Any] | None, learns: bool, steps: int) -> dict[str, Any]:

@@ -20,7 +20,8 @@ import hf_longspec
 from hf_longspec.training import DraftAlong
 
 CARDS = Path(__file__).resolve().parents[1] / "hub_cards"
-PROMPTS = ["def main(", "import os\n", "class Reader:\n    ", "for name in ", "# The ", "return ", "if not ", "with "]
+PROMPTS = ["def main(", "import os\n", "class Reader:\n    ", "for name in ", "# The ", "return ", "if not "]
+PROMPTS += ["with open("]
 
 
 def share_of_vowels(completions: list[str], **_) -> list[float]:
