@@ -155,6 +155,23 @@ def test_two_processes_train_together(tmp_path):
     assert "draft_loss" in done.stdout
 
 
+@pytest.mark.soak
+def test_sharded_policies_sample_without_the_draft(tmp_path):
+    """Under FSDP2 each forward gathers the weights, so a draft, whose steps differ by process, would not end."""
+    texts = {}
+    for draft in ("none", "ngram"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "tests.sharded_policy"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        folder = tmp_path / draft
+        done = subprocess.run(
+            [*command, draft, str(folder)], cwd=PROJECT, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        texts[draft] = [(folder / f"{rank}.json").read_text() for rank in range(2)]
+        assert ("weights are sharded over processes" in done.stderr) == (draft == "ngram")
+    assert texts["none"] == texts["ngram"] and texts["none"][0] != texts["none"][1]
+
+
 def evaluated(harness, model, tokenizer, folder):
     """A harness around a model, and what it gets for two prompts, greedily; it may keep results in a folder."""
     how = {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False}

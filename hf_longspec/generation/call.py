@@ -161,6 +161,8 @@ class Call:
         """Return why this call cannot be decoded with the draft, and what to do; `None` if it can."""
         if (reason := why_not_in_training(self.target.model)) is not None:  # before a trial draws random numbers
             return reason
+        if (reason := why_not_apart(self.target.model, self.model_kwargs)) is not None:
+            return reason
         if foreign := foreign_methods(self.target.model):
             return f"{', '.join(foreign)}: drafts do not run what is not of transformers. Use that of transformers."
         self._refuse_unsupported()
@@ -463,6 +465,22 @@ def why_not_in_training(model: PreTrainedModel) -> str | None:
                         "cannot be verified. Call model.eval() first."
                     )
     return None
+
+
+def why_not_apart(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> str | None:
+    """Return why processes must run the same number of forwards, and what to do, or `None`.
+
+    A forward with sharded weights gathers them from all processes, and each draft needs other numbers of forwards.
+    """
+    is_sharded = bool(model_kwargs.get("synced_gpus"))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+        is_sharded |= any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    return (
+        "the weights are sharded over processes (FSDP, ZeRO-3 or synced_gpus=True), which must run the same number of "
+        "forwards. Generate with a copy that each process holds whole."
+    ) if is_sharded else None
 
 
 def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationConfig) -> None:
