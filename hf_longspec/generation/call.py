@@ -62,7 +62,7 @@ KNOWN_MODEL_KWARGS = {
 # Names of special cases, in the order in which their reasons are looked for.
 USER_CACHE, PROCESSORS = f"{CACHE_NAME} with tokens", "logits processors"
 IMAGES, HOOKS, GRAMMAR = "inputs beside the tokens", "forward hooks", "a grammar"
-COPIES = "copies of a prompt"
+COPIES, SHARDED = "copies of a prompt", "sharded weights"
 PACKED, HALF_PRECISION, PROMPT_PROGRESS = "packed weights", "half precision on a CPU", "a progress bar"
 # Number of weights from which products on a CPU are worth packing.
 LARGE = 2**20
@@ -131,6 +131,7 @@ class Call:
         others = (value for name, value in self.model_kwargs.items() if name not in KNOWN_MODEL_KWARGS)
         has_axes = self.position_ids is not None and self.position_ids.dim() > 2
         cases = {
+            SHARDED: torch.distributed.is_available() and torch.distributed.is_initialized(),
             USER_CACHE: self.model_kwargs.get(CACHE_NAME) is not None and self._passes_cache(),
             GRAMMAR: any(declared(processor, "is_grammar") for processor in self.logits_processor),
             PROCESSORS: not all(map(is_history_free, self.logits_processor)),
@@ -160,8 +161,6 @@ class Call:
     def why_not(self) -> str | None:
         """Return why this call cannot be decoded with the draft, and what to do; `None` if it can."""
         if (reason := why_not_in_training(self.target.model)) is not None:  # before a trial draws random numbers
-            return reason
-        if (reason := why_not_apart(self.target.model, self.model_kwargs)) is not None:
             return reason
         if foreign := foreign_methods(self.target.model):
             return f"{', '.join(foreign)}: drafts do not run what is not of transformers. Use that of transformers."
@@ -465,22 +464,6 @@ def why_not_in_training(model: PreTrainedModel) -> str | None:
                         "cannot be verified. Call model.eval() first."
                     )
     return None
-
-
-def why_not_apart(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> str | None:
-    """Return why processes must run the same number of forwards, and what to do, or `None`.
-
-    A forward with sharded weights gathers them from all processes, and each draft needs other numbers of forwards.
-    """
-    is_sharded = bool(model_kwargs.get("synced_gpus"))
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-        is_sharded |= any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
-    return (
-        "the weights are sharded over processes (FSDP, ZeRO-3 or synced_gpus=True), which must run the same number of "
-        "forwards. Generate with a copy that each process holds whole."
-    ) if is_sharded else None
 
 
 def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationConfig) -> None:

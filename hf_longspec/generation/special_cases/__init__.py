@@ -12,7 +12,7 @@ from .half_precision import HalfPrecision
 from .images import Inputs
 from .masked import LAYERS_OF_INDEXERS, MASKED
 from .packed_products import PackedProducts
-from .parallel import Parallel
+from .parallel import Parallel, Sharded
 from .processors import Processors
 from .prompt_progress import PromptProgress
 from .recurrent_states import LAYERS_OF_STATES, RECURRENT
@@ -25,7 +25,7 @@ def register_special_cases() -> None:
     """Register all special cases. Repeating it changes nothing."""
     MODES[:] = RECURRENT, MASKED, HYBRID  # the last one takes all targets
     LAYERS.update(LAYERS_OF_STATES | LAYERS_OF_INDEXERS)
-    calls = UserCaches, Processors, Grammars, Inputs, Copies, FirstChecks, Hooks
+    calls = Sharded, UserCaches, Processors, Grammars, Inputs, Copies, FirstChecks, Hooks
     targets = RotaryFrequencies, Parallel, PackedProducts, HalfPrecision, PromptProgress
     cases: tuple[Any, ...] = *calls, *targets, Gate
     SPECIAL_CASES.update((each.case, each()) for each in cases if each.case not in SPECIAL_CASES)

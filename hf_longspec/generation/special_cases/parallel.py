@@ -1,16 +1,17 @@
-"""Tensor parallelism: communication between the processes that hold the shards of one target.
+"""Targets of several processes: communication under tensor parallelism, and sharded weights, which end speculation.
 
-Every rank runs the whole loop on the same prompts. The target's logits are gathered, so that they are the same on all
-ranks. The cache of a rank holds the rank's own key/value heads.
+Under tensor parallelism, every rank runs the whole loop on the same prompts. The target's logits are gathered, so that
+they are the same on all ranks. The cache of a rank holds the rank's own key/value heads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ..call import SHARDED, Call
 from ..special_case import SpecialCase
 from ..target import TENSOR_PARALLELISM
 
@@ -61,3 +62,20 @@ class Parallel(SpecialCase):
         if "tp" in (mesh.mesh_dim_names or ()):
             mesh = mesh["tp"]
         return Ranks(mesh.get_group(), model.device)
+
+
+class Sharded(SpecialCase):
+    """Targets whose weights each forward gathers from all processes, whose drafts need other numbers of forwards."""
+
+    case = SHARDED
+
+    def why_not(self, call: Call) -> Iterator[str]:
+        """Yield the reason, if FSDP holds a part of the model, or `generate` counts the forwards of all processes."""
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # there only in processes of a group
+
+        modules, kinds = call.target.model.modules(), (FSDPModule, FullyShardedDataParallel)
+        if call.model_kwargs.get("synced_gpus") or any(isinstance(module, kinds) for module in modules):
+            yield (
+                "the weights are sharded over processes (FSDP, ZeRO-3 or synced_gpus=True), which must run the same "
+                "number of forwards. Generate with a copy that each process holds whole."
+            )
