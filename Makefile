@@ -157,7 +157,7 @@ mutants: $(READY) ## break the rules of losslessness one at a time, and show tha
 
 docs: $(READY) ## build the documentation as a site, in site/
 	@echo "Building the documentation; a dead link is an error."
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --strict
 
 package: $(READY) ## build wheel and sdist, and use the wheel in an empty environment
 	@echo "Building wheel and sdist from the last commit, and using the wheel in an empty environment."

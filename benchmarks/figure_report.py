@@ -382,8 +382,9 @@ STYLES, OTHERS = (
 )
 NO_DRAFT: tuple[str, Any] = ("black", (0, (1, 1.2)))
 AXES = {"tau": "tau, tokens per verification", "to_generate": "speed, times that of generate"}
-# A picture is 800 pixels wide at 100 per inch.
-WIDTH, PANEL_HEIGHT, POINTS = 8.0, 2.9, 9
+# Inches, at 100 pixels each. All else that pictures have in common is in the style file.
+WIDTH, PANEL_HEIGHT = 8.0, 2.9
+STYLE = Path(__file__).with_name("pictures.mplstyle")
 Panel = tuple[str, str, str, dict[str, tuple[str, Any]]]  # title, mode, quantity, style of each system
 
 
@@ -418,7 +419,7 @@ def finding(entries: Sequence[Record], modes: Sequence[str]) -> str:
         best = fastest(at_longest(entries, mode), SHIPPED)
         if best and "to_generate" in best:
             place, speed = f"{MODES[mode]}, after {best['context']:,} tokens", best["to_generate"]["mean"]
-            lines.append(f"{place}: {name_of(best)} is fastest, {speed:.1f} times generate")
+            lines.append(f"{place}: the fastest draft, {name_of(best)}, is {speed:.1f} times as fast as generate")
     return "\n".join(lines)
 
 
@@ -430,18 +431,25 @@ def caption(records: Sequence[Record]) -> str:
     return f"{target}, float32, {cores} of {facts['cpu']}. Bands: 95 % intervals."
 
 
+def style(path: Path) -> Any:
+    """A context in which pictures have the style of all; the ids in an SVG depend on its name alone."""
+    import matplotlib
+
+    return matplotlib.rc_context({"svg.hashsalt": path.stem}, fname=STYLE)
+
+
 def make_panels(lines: int, columns: int, inches: tuple[float, float]) -> tuple[Any, Any]:
     """A figure of this size, and its panels."""
     # no pyplot: it keeps figures, and may look for a display
     from matplotlib.figure import Figure
 
-    figure = Figure(inches, layout="constrained")
+    figure = Figure(inches)
     return figure, figure.subplots(lines, columns, squeeze=False)
 
 
 def save(figure: Any, path: Path) -> None:
     """Write a figure; an SVG without the date."""
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=100)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def by_context(panel: Any, ticks: Mapping[float, str]) -> None:
@@ -463,24 +471,22 @@ def _members(name: str) -> list[str]:
 
 
 def _draw(entries: Sequence[Record], panels: list[list[Panel]], path: Path, title: str, below: str) -> None:
-    import matplotlib
-
     if not panels:
         return
-    with matplotlib.rc_context({"font.size": POINTS, "svg.hashsalt": path.stem}):
+    with style(path):
         figure, axes = make_panels(len(panels), len(panels[0]), (WIDTH, PANEL_HEIGHT * len(panels)))
         labels = [
             (axis, _curves(axis, entries, panel))
             for line, row in zip(axes, panels, strict=True)
             for axis, panel in zip(line, row, strict=True)
         ]
-        figure.suptitle(title, fontsize=POINTS + 1)
-        figure.supxlabel(below, fontsize=POINTS)
+        figure.suptitle(title)
+        figure.supxlabel(below)
         figure.draw_without_rendering()  # lays the panels out, labels included
         for axis, annotations in labels:
             height = axis.get_window_extent().height / figure.dpi * 72  # points
             bottom, top = axis.get_ylim()
-            gap = 1.25 * POINTS / height * (top - bottom)
+            gap = 1.25 * annotations[0].get_fontsize() / height * (top - bottom)
             for label, place in zip(annotations, _apart([label.xy[1] for label in annotations], gap, top), strict=True):
                 label.set_y(place)
         save(figure, path)
@@ -497,7 +503,7 @@ def _curves(axis: Any, entries: Sequence[Record], panel: Panel) -> list[Any]:
         if not points:
             continue
         places, values = [row["context"] for row in points], [row[key]["mean"] for row in points]
-        axis.plot(places, values, color=colour, linestyle=dashes, linewidth=1.7)
+        axis.plot(places, values, color=colour, linestyle=dashes)
         axis.fill_between(
             places, *([row[key][end] for row in points] for end in ("low", "high")), color=colour, alpha=0.07, lw=0
         )
@@ -515,8 +521,7 @@ def _curves(axis: Any, entries: Sequence[Record], panel: Panel) -> list[Any]:
     by_context(axis, {context: f"{round(context / 1024)}K" for context in contexts})
     axis.set_ylim(bottom=1 if key == "tau" else 0)
     axis.set(title=title, ylabel=AXES[key], xlabel="tokens of context")
-    axis.grid(axis="y", alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="y")
     return labels
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figure_report import POINTS, STYLES, WIDTH, make_panels, save
+from benchmarks.figure_report import STYLES, WIDTH, make_panels, save, style
 from benchmarks.gpu_goals import FUSED
 from benchmarks.records import of_kind, read_records
 from hf_longspec.cli.files import Record
@@ -54,15 +54,14 @@ def _card(records: Sequence[Record]) -> str:
 
 def draw(records: Sequence[Record], path: Path) -> None:
     """Write the picture, a panel per context."""
-    import matplotlib
     from matplotlib.patches import Patch
 
     contexts = sorted({row["context"] for row in of_kind(records, "iteration", batch=1, draft=HF)})
-    with matplotlib.rc_context({"font.size": POINTS, "svg.hashsalt": path.stem}):
+    with style(path):
         figure, axes = make_panels(1, len(contexts), (WIDTH, HEIGHT))
         for place, (axis, context) in enumerate(zip(axes[0], contexts, strict=True)):
             _panel(axis, bars(records, context), f"After {context:,} tokens", with_labels=not place)
-        figure.suptitle(finding(records, contexts), fontsize=POINTS + 2)
+        figure.suptitle(finding(records, contexts))
         (facts, *_) = of_kind(records, "environment")
         shape = facts["settings"]["shape"]
         figure.legend(
@@ -72,7 +71,6 @@ def draw(records: Sequence[Record], path: Path) -> None:
             ],
             loc="outside lower center",
             ncols=2,
-            frameon=False,
             title=f"{MODEL} sizes ({shape['layers']} layers, width {shape['hidden']:,}), random weights, "
             f"{facts['settings']['dtype']}, batch 1, {_card(records)}",
         )
@@ -90,7 +88,6 @@ def _panel(axis: Any, shown: Sequence[tuple[str, float, str, bool]], title: str,
     axis.invert_yaxis()
     axis.set_xlim(0, 1.15 * max(ms for _, ms, *_ in shown))
     axis.set(title=title, xlabel="milliseconds per token")
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 if __name__ == "__main__":

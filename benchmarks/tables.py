@@ -1,8 +1,8 @@
-"""Write what result files say into the pages, between `<!-- bench:start NAME -->` and `<!-- bench:end -->`.
+"""Write what result files and classes say into the pages, between `<!-- bench:start NAME -->` and `<!-- bench:end -->`.
 
 NAME says which result files: `figure` is the part of its report that documents quote, with a note and its environment,
 `figure:LongSpec` the systems whose names begin so, alone. `figure:fill` and `gpu-more:fill` fill columns of the block's
-table.
+table. `settings:NgramDraftModel` is the table of a draft's own settings, by what its class declares.
 
     python -m benchmarks.tables                    # README.md and all pages of docs/
     python -m benchmarks.tables --reports          # and the report of each result file
@@ -13,15 +13,21 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import hf_longspec
 from benchmarks import figure_report, gpu_report
 from benchmarks.acceptance_card import with_defaults
 from benchmarks.pages import PAGES, Page
 from benchmarks.records import of_kind, read_records
+from benchmarks.report import table
 from hf_longspec.cli.files import Record
+from hf_longspec.modeling.settings import COMMON, NGRAMS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+# Settings that a table begins with: how much is drafted.
+FIRST = ("num_assistant_tokens", "tree_widths", "tree_branching", "num_tree_nodes")
 BLOCK = re.compile(r"(<!-- bench:start (?P<what>[^>]+) -->)(?P<old>.*?)(<!-- bench:end -->)", re.DOTALL)
 
 
@@ -41,6 +47,23 @@ def section(records: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
+def settings_table(draft: str) -> str:
+    """The settings of a class of drafts, without those of all drafts and of n-grams that join them."""
+    cls = getattr(hf_longspec, draft)
+    shared = COMMON | (NGRAMS if cls.takes_ngrams else {})
+    names = sorted(cls.declared.keys() - shared.keys(), key=[*FIRST, *cls.declared].index)
+
+    def code(value: Any) -> str:
+        return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
+
+    rows = []
+    for name in names:
+        setting = cls.declared[name]
+        on_cpu = "" if setting.on_cpu is None else f", on a CPU {code(setting.on_cpu)}"
+        rows.append({"name": name, "default": code(setting.default) + on_cpu, "meaning": setting.meaning})
+    return table(rows, {"setting": "`{name}`", "default": "default", "meaning": "meaning"})
+
+
 def refreshed(path: Path, results: Path = RESULTS) -> str:
     """The text of a page with all its blocks regenerated; ValueError for a block that is not as documented."""
 
@@ -48,6 +71,9 @@ def refreshed(path: Path, results: Path = RESULTS) -> str:
         parts, filled = [], match["old"]
         for name in match["what"].split():
             file, colon, part = name.partition(":")
+            if file == "settings":
+                parts.append(settings_table(part))
+                continue
             records = read_records(results / f"{file}.jsonl")
             link = os.path.relpath(results / f"{file}.md", path.parent)
             if not colon:

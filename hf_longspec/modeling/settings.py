@@ -14,7 +14,8 @@ class Setting:
     """
 
     default: Any
-    meaning: str = ""  # what it decides, a sentence of the message about other values
+    # what it decides: sentences of the message about other values, and of the table in the documentation
+    meaning: str = ""
     # `int`, `float`, `bool`, or `list` for a list of positive integers. By default the value is one of `choices`, or
     # anything if there are none.
     kind: type | None = None
@@ -61,13 +62,18 @@ class Setting:
 # Of several drafts.
 ACCEPTANCE = Setting(
     "rejection",
-    "When sampling, `rejection` draws tokens from the draft's distribution, and `coupled` chooses them by the target's "
-    "noise.",
+    "When sampling, `rejection` draws tokens from the draft's own distribution, for chains only. `coupled` samples "
+    "draft and target with the same random numbers, so a seed gives the same text as without a draft.",
     choices=("rejection", "coupled"),
 )
 # 16 nodes with the root. An H100 verifies them after 32K tokens in 1.04 of the time of one token, with fused steps; a
 # core of a CPU takes 1.5 times as long, so there it is a chain.
-WIDTHS = Setting([4, 4, 4, 3], "Number of nodes of each level of the tree.", list, on_cpu=[1, 1, 1, 1])
+WIDTHS = Setting(
+    [4, 4, 4, 3],
+    "Number of nodes of each level of the tree. `[1, 1, 1]` is a chain of three tokens.",
+    list,
+    on_cpu=[1, 1, 1, 1],
+)
 
 # Of all drafts.
 COMMON = {
@@ -92,12 +98,14 @@ LONGEST_KEY = 16
 NGRAMS = {
     "ngram_candidates": Setting(0, "Number of paths of n-grams; 0 for none.", int, least=0),
     "ngram_num_tokens": Setting(8, "Number of tokens of a path of n-grams.", int),
-    "ngram_size": Setting(3, "Number of tokens of the longest key of n-grams.", int, most=LONGEST_KEY),
+    "ngram_size": Setting(
+        3, f"Number of last tokens that are searched for, at most {LONGEST_KEY}; then fewer.", int, most=LONGEST_KEY
+    ),
     "ngram_source": Setting(
         "both",
-        "`pool` ranks continuations by their counts, `lookup` by the length of the match; `both` takes the best one of "
+        "`pool` ranks continuations by their counts, `lookup` by the length of the match. `both` takes the best one of "
         "the lookup, then those of the pool.",
         choices=("both", "pool", "lookup"),
     ),
-    "ngram_preload": Setting(True, "Whether n-grams of the prompt count, or only those of what is generated.", bool),
+    "ngram_preload": Setting(True, "Whether n-grams of the prompt count, or only those of the generated text.", bool),
 }

@@ -9,7 +9,8 @@ import pytest
 from benchmarks import figure_report, gpu_chart, tables
 from benchmarks.gpu_report import without_draft
 from benchmarks.records import read_records
-from benchmarks.tables import BLOCK, main, page_of, refreshed, section
+from benchmarks.tables import BLOCK, main, page_of, refreshed, section, settings_table
+from hf_longspec.modeling.register_draft import DRAFTS
 
 PROJECT = Path(__file__).resolve().parents[2]
 RESULTS = PROJECT / "benchmarks" / "results"
@@ -68,6 +69,20 @@ PAGES_WITH_BLOCKS = [
 def test_the_committed_pages_are_those_of_the_result_files(path):
     """`make tables` mends them."""
     assert refreshed(path) == path.read_text(encoding="utf-8")
+
+
+def test_a_table_of_settings_says_what_the_class_declares():
+    """Each draft with settings of its own has one on a page, but for one with `tree_widths` alone."""
+    texts = [path.read_text(encoding="utf-8") for path in PAGES_WITH_BLOCKS]
+    shown = {name for text in texts for name in re.findall(r"bench:start settings:(\w+)", text)}
+    assert shown == {
+        draft.model.__name__ for draft in DRAFTS.values() if settings_table(draft.model.__name__).count("\n") > 2
+    }
+    for draft in DRAFTS.values():
+        assert all(setting.meaning.endswith(".") for setting in draft.model.declared.values()), draft
+    lines = settings_table("LongSpecDraftModel").splitlines()
+    assert lines[2].startswith("| `tree_widths` | `[4, 4, 4, 3]`, on a CPU `[1, 1, 1, 1]` | Number of nodes")
+    assert [line.split("`")[1] for line in lines[2:]] == ["tree_widths", "cross_attention_window"]
 
 
 def test_measured_numbers_stand_in_blocks_alone():

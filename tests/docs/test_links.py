@@ -76,7 +76,7 @@ SYMBOLS = {*"BSNHKDVGpqxnd", "NAME", "PAGE", "x_", "x_i", "A_i", "lse", "expecte
 THEIRS = {"Trainer", "TORCH_INDEX", "torchrun", "tp_plan", "num_return_sequences", "num_beams", "trust_remote_code"}
 THEIRS |= {"cache_implementation", "device_map", "pipeline", "stop_strings", "padding_side", "prefix_allowed_tokens_fn"}
 THEIRS |= {"index_topk", "adapter_names", "time_step_min", "use_kernels", "batched_mm", "window_size"}
-NAMED = ["architecture", "guarantees", "quicktour", "faq", "models", "specattn", "longspec", "tokenswift", "gain"]
+NAMED = ["architecture", "guarantees", "quicktour", "models", "specattn", "longspec", "tokenswift", "gain"]
 NAMED += ["published_drafts", "ngrams_and_models", "structured_output"]
 
 

@@ -51,7 +51,7 @@ def test_an_old_address_leads_to_the_page_that_has_its_text(site):
     for old, new in moved.items():
         page = (site / old.removesuffix(".md") / "index.html").read_text("utf-8")
         assert f'href="../{new.removesuffix(".md")}/"' in page and not (PROJECT / "docs" / old).exists()
-    assert len(moved) == 18
+    assert len(moved) == 19
 
 
 @pytest.mark.parametrize("words", ["GGUF", "TRL", "openai", "slow on CPU"])

@@ -62,14 +62,17 @@ class AssistantDraftModel(DraftModel):
     # The model is loaded by its own name, or saved in a folder of its own.
     weightless: ClassVar[bool] = True
     settings: ClassVar[dict[str, Any]] = {
-        "num_assistant_tokens": Setting(5, "Number of drafted tokens of a chain.", int),
+        "num_assistant_tokens": Setting(5, "Number of tokens of a chain.", int),
         "tree_widths": replace(
-            WIDTHS, default=None, on_cpu=None, meaning="Nodes of each level of a tree; None drafts chains."
+            WIDTHS,
+            default=None,
+            on_cpu=None,
+            meaning="Number of nodes of each level of a tree, such as `[4, 4, 3]`. `None` drafts a chain.",
         ),
-        "window": Setting(None, "Number of last tokens that the model keeps; None keeps all.", int),
-        "sinks": Setting(4, "Number of first tokens that it keeps besides.", int, least=0),
+        "window": Setting(None, "Number of last tokens that the draft keeps in its cache. `None` keeps all.", int),
+        "sinks": Setting(4, "Number of first tokens that are kept in addition to a window.", int, least=0),
         "acceptance": replace(ACCEPTANCE, default="coupled"),
-        "prefill_chunk_size": Setting(2048, "Tokens per forward of the prefill.", int),
+        "prefill_chunk_size": Setting(2048, "Number of tokens per forward of the draft's prefill.", int),
     }
 
     def __init__(self, config: AssistantConfig, *args: Any, **kwargs: Any):

@@ -253,11 +253,13 @@ class DFlashDraftModel(AuxDraftModel):
     settings: ClassVar[dict[str, Any]] = {
         "num_tree_nodes": Setting(
             None,
-            "Number of nodes of a tree of the most probable paths, root included; None drafts a chain of all slots.",
+            "Number of nodes of a tree of the most probable paths, root included. `None` drafts a chain of all slots.",
             int,
             least=2,
         ),
-        "causal": Setting(None, "As the field of the config, which it replaces.", bool),
+        "causal": Setting(
+            None, "Whether the slots of a block see only earlier slots, in place of what config.json says.", bool
+        ),
     }
 
     def __init__(self, config: DFlashConfig, *args: Any, **kwargs: Any):

@@ -97,7 +97,9 @@ class Eagle3DraftModel(AuxDraftModel):
     _no_split_modules = ["Eagle3Layer"]
     settings: ClassVar[dict[str, Any]] = {
         "tree_widths": WIDTHS,  # 16 nodes with the root, which is a whole tile of the kernels
-        "norm_output": Setting(None, "As the field of the config, which it replaces.", bool),
+        "norm_output": Setting(
+            None, "Whether the next level reads normalised states, in place of what config.json says.", bool
+        ),
     }
 
     def __init__(self, config: Eagle3Config, *args: Any, **kwargs: Any):

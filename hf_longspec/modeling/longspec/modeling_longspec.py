@@ -100,7 +100,11 @@ class LongSpecDraftModel(VocabularyDraftModel):
     _no_split_modules = ["LongSpecBlock"]
     settings: ClassVar[dict[str, Any]] = {
         "tree_widths": WIDTHS,
-        "cross_attention_window": Setting(None, "Number of last entries of the target's cache that are read.", int),
+        "cross_attention_window": Setting(
+            None,
+            "Number of last entries of the target's cache that are read, besides the first four. `None` reads all.",
+            int,
+        ),
     }
 
     def __init__(self, config: LongSpecConfig, *args: Any, **kwargs: Any):

@@ -261,8 +261,8 @@ class MtpDraftModel(DraftModel):
     settings: ClassVar[dict[str, Any]] = {
         "tree_widths": WIDTHS,
         # DeepSeek-V3 was trained on texts of this length first (section 4.2 of the paper)
-        "window": Setting(4096, "Number of last entries that are kept, or 'all'.", int, choices=("all",)),
-        "sinks": Setting(4, "Number of first entries that are kept besides.", int, least=0),
+        "window": Setting(4096, "Number of last entries that are kept, or `all`.", int, choices=("all",)),
+        "sinks": Setting(4, "Number of first entries that are kept in addition to the window.", int, least=0),
     }
 
     def __init__(self, config: MtpConfig, *args: Any, **kwargs: Any):

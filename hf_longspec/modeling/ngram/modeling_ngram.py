@@ -45,9 +45,9 @@ class NgramDraftModel(DraftModel):
     # On real text depth helps greedy decoding more than width. Sampled text seldom repeats itself
     # (docs/ngrams_and_models.md).
     settings: ClassVar[dict[str, Any]] = {
-        "num_assistant_tokens": replace(NGRAMS["ngram_num_tokens"], default=8),
+        "num_assistant_tokens": replace(NGRAMS["ngram_num_tokens"], meaning="Number of tokens of a path."),
         **{name: setting for name, setting in NGRAMS.items() if name != "ngram_num_tokens"},
-        "ngram_candidates": replace(NGRAMS["ngram_candidates"], default=2, least=1),
+        "ngram_candidates": replace(NGRAMS["ngram_candidates"], default=2, least=1, meaning="Number of paths."),
         "ngram_memory": Setting(
             0, "Number of tokens of earlier texts that are searched too; 0 for none.", int, least=0, most=2**24
         ),

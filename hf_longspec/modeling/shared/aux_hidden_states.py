@@ -115,14 +115,16 @@ class AuxDraftModel(VocabularyDraftModel):
     settings: ClassVar[dict[str, Any]] = {
         "window": Setting(
             TRAINED,
-            "Number of last entries that are kept; 'trained' is the length that the draft was trained with, and None "
-            "keeps all of the text.",
+            "Number of last entries that are kept. `trained` is the length that the draft was trained with, and `None` "
+            "keeps all.",
             int,
             choices=(TRAINED,),
         ),
-        "sinks": Setting(4, "Number of first entries that are kept besides.", int, least=0),
-        "rope_theta": Setting(None, "Base of the draft's rotary embedding, in place of the config's.", float),
-        "target_layer_ids": Setting(None, "The layers of the target that are read, in place of the config's."),
+        "sinks": Setting(4, "Number of first entries that are kept in addition to the window.", int, least=0),
+        "rope_theta": Setting(None, "Base of the draft's rotary embedding, in place of that in config.json.", float),
+        "target_layer_ids": Setting(
+            None, "Layers whose inputs are read, in place of those in config.json; j means `hidden_states[j]`."
+        ),
     }
 
     def add_ends(self, config: Any) -> None:

@@ -34,15 +34,13 @@ class SelfDraftModel(DraftModel):
 
     weightless: ClassVar[bool] = True
     settings: ClassVar[dict[str, Any]] = {
-        "num_assistant_tokens": Setting(4, "Number of tokens drafted per iteration (gamma).", int),
-        "sparse_ratio": Setting(
-            0.07, "Share of the prefix that a drafting step reads in a sparse layer.", float, most=1
-        ),
-        "sparse_min_tokens": Setting(256, "Minimum number of tokens to read; shorter prefixes are read whole.", int),
+        "num_assistant_tokens": Setting(4, "Number of tokens drafted per verification, gamma.", int),
+        "sparse_ratio": Setting(0.07, "Share of the cached prefix that a drafting step reads.", float, most=1),
+        "sparse_min_tokens": Setting(256, "Least number of entries to read. Shorter prefixes are read whole.", int),
         "acceptance": ACCEPTANCE,
         "draft_weights": Setting(
             None,
-            "Bits of the linear weights of drafting steps, but for the head; None for those of the target.",
+            "`int4` or `int8` for the linear weights of drafting steps, except the head. `None` keeps the target's.",
             choices=tuple(BITS),
         ),
     }

@@ -32,16 +32,18 @@ class SpecAttnDraftModel(SelfDraftModel):
     settings: ClassVar[dict[str, Any]] = {
         "selection": Setting(
             "two_rows",
-            "Query rows of the verification whose scores select the entries; `two_rows` is the paper's, `window` takes "
-            "the last entries, and `all` reads every entry where it lies.",
+            "Rows of the verification that score the prefix: the first and the last (`two_rows`, as in the paper), "
+            "`all_rows`, `accepted_rows` or `last_accepted`. `window` uses no scores and takes the last entries. `all` "
+            "reads every entry in place, for short contexts.",
             choices=SELECTIONS,
         ),
         "score": Setting(
             "logits",
-            "`logits` scores by Eq. 3 of the paper, `weights` by attention probabilities.",
+            "`logits` sums products of queries and keys over heads (Eq. 3 of the paper). `weights` takes attention "
+            "probabilities, which cost more.",
             choices=("logits", "weights"),
         ),
-        "granularity": Setting("layer", "One selection per `layer` or per `kv_head`.", choices=GRANULARITIES),
+        "granularity": Setting("layer", "One selection per `layer`, or one per `kv_head`.", choices=GRANULARITIES),
     }
 
     def check_settings(self, target: TargetView) -> None:

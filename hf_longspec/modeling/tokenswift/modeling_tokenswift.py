@@ -70,15 +70,26 @@ class TokenSwiftDraftModel(DraftModel):
     settings: ClassVar[dict[str, Any]] = {
         "self_draft": Setting(
             "verify_hidden",
-            "Whether the heads read the state of the verification, or that of one more forward over a partial cache.",
+            "Hidden state that the heads read: that of the verification, or with `partial_kv` that of one more forward "
+            "over a part of the cache.",
             choices=SELF_DRAFTS,
         ),
         # for 3 heads; fewer heads use the first entries
-        "tree_branching": Setting([1, 3, 3, 3], "Number of children of every node, level by level.", list),
-        "partial_kv_policy": Setting("dynamic", "Which tokens enter the partial cache.", choices=POLICIES),
+        "tree_branching": Setting(
+            [1, 3, 3, 3],
+            "Number of children of each node, level by level. Entry 0 belongs to the target's own prediction, which "
+            "`verify_hidden` has emitted already and skips; entry i belongs to head i.",
+            list,
+        ),
+        "partial_kv_policy": Setting(
+            "dynamic",
+            "Entries of the partial cache: `dynamic` selects them again as in the paper, `static` keeps the selection "
+            "after the prompt, and `full` reads the whole cache.",
+            choices=POLICIES,
+        ),
         # as in the paper's scripts; shorter contexts fit as a whole
-        "partial_kv_budget": Setting(4096, "Number of entries of the partial cache.", int),
-        "partial_kv_recent": Setting(64, "Number of newest entries that it keeps.", int, least=0),
+        "partial_kv_budget": Setting(4096, "Number of entries of the partial cache, per layer and KV head.", int),
+        "partial_kv_recent": Setting(64, "Number of newest entries that it always keeps.", int, least=0),
     }
 
     def __init__(self, config: TokenSwiftConfig, *args: Any, **kwargs: Any):
