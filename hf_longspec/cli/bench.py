@@ -48,7 +48,7 @@ VERDICTS = dict.fromkeys(FAILED, "bold red") | {NEAR_TIE: "yellow", NOT_COMPARED
 VERDICTS |= {IDENTICAL: "green", REFERENCE: "dim"}
 NOTE = (
     "Medians over turns, in brackets the lowest and the highest; ratios are taken within a turn. tokens/s counts from "
-    "the first token to the last, all rows together. tau: tokens per verification, the target's own included."
+    "the first token to the last, all rows together. tau: tokens per step of the target, its own included."
 )
 
 

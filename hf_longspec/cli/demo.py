@@ -1,7 +1,7 @@
 """`hf-longspec demo`: questions about a document, or a text to continue, with and without drafts.
 
-Each call is timed as in `hf-longspec bench`. A prompt is read twice: by plain `generate`, and by the first draft, whose
-keys and values the other drafts and the loop without a draft begin with.
+Each call is timed as in `hf-longspec bench`, with the gate that every call has. A prompt is read twice: by plain
+`generate`, and by the first draft, whose keys and values the other drafts and the loop without a draft begin with.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from ..cli import BUILTIN, CommandError, options
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..prefix_cache import PrefixCache
 from ..streaming import FileStreamer
-from .bench import name_of, record_of, rows_of, show, ungated
+from .bench import name_of, record_of, rows_of, show
 from .measuring import FAILED, HF, PLAIN, HfMethod, Measurement, judge, run_call
 from .models import LoadedModels, describe_device, load_models, open_draft, positions_of
 from .progress import PromptProgress, noticing_others, say
@@ -65,7 +65,7 @@ def run(args: SimpleNamespace) -> bool:
         what, prompts = questions(loaded, most) if is_asked else text_to_continue(loaded, args.file, most)
         say(f"Loading {args.target}.")
         model = loaded.model
-        drafts = {name_of(draft): ungated(open_draft(draft, model)) for draft in names}
+        drafts = {name_of(draft): open_draft(draft, model) for draft in names}
         size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
         say(
             f"{type(model).__name__}, {size:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}, "

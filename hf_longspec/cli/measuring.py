@@ -117,7 +117,7 @@ class Measurement:
     ttft_seconds: float  # from the call to the first token
     decode_seconds: float  # from the first token to the last
     tokens: int  # tokens that arrived in that time, all rows together
-    steps: int  # verifications that emitted them, counted per row; steps of plain `generate`
+    steps: int  # verifications and plain steps that emitted them, counted per row; steps of plain `generate`
     row_steps: list[int]  # `steps` of each row. The methods of transformers verify all rows equally often.
     text: torch.Tensor  # `(batch, tokens)`, the generated ones
     # share of the time that drafting, verifying and everything else took; empty for the methods of transformers
@@ -184,7 +184,7 @@ def run_call(
         stats = method.last_speculation
         seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds, "rest": stats.rest_seconds}
         counts = {
-            "steps": stats.num_spec_steps,
+            "steps": stats.num_spec_steps + stats.num_plain_steps,
             "row_steps": [len(emitted) for emitted in stats.emitted_per_step],
             "shares": {name: value / stats.decode_seconds for name, value in seconds.items() if stats.decode_seconds},
             "draft_state_bytes": stats.draft_state_bytes,
