@@ -152,24 +152,28 @@ def gate_table(records: Sequence[Record], names: Iterable[str]) -> str:
 STOCK = "generate"  # as benchmarks/gate.py names it
 
 
-def gains(records: Sequence[Record], part: str) -> str:
-    """Return how many times as fast as plain `generate` each draft is by task, greedy, at most tokens.
+# Columns of the tables of gains, by the methods of gate.py. SpecAttn with all bits reads what a plain step reads.
+GAINS = {PLAIN: "no draft", "n-grams": "n-grams", "generate, prompt lookup": "prompt lookup of transformers"}
+MORE_GAINS = GAINS | {"smollm2-135m-longspec": "LongSpec", "SpecAttn, int4": "SpecAttn, 4-bit weights"}
 
-    SpecAttn with all bits is left out: its drafting steps read what a plain step reads.
+
+def gains(records: Sequence[Record], part: str) -> str:
+    """Return speeds divided by that of plain `generate`, a line per task.
+
+    `part` is `gains`, for the longest answers and the first columns, `all gains`, or `gains by length`.
     """
-    rows = of_kind(records, "gate", temperature=0.0)
-    rows = [row for row in rows if row["tokens"] == max(row["tokens"] for row in rows)]
-    stock = {row["task"]: row["tokens_per_second"] for row in rows if row["method"] == STOCK}
-    names = {PLAIN: "no draft", "smollm2-135m-longspec": "LongSpec", "SpecAttn, int4": "SpecAttn in 4 bits"}
-    names["generate, prompt lookup"] = "prompt lookup of transformers"
-    lines: dict[str, dict[str, Any]] = {}
+    rows, shown = of_kind(records, "gate"), GAINS if part == "gains" else MORE_GAINS
+    if part != "gains by length":
+        rows = [row for row in rows if row["tokens"] == max(row["tokens"] for row in rows)]
+    stock = {(row["task"], row["tokens"]): row["tokens_per_second"] for row in rows if row["method"] == STOCK}
+    lines: dict[tuple[str, int], dict[str, Any]] = {}
     for row in rows:
-        if row["method"] not in (STOCK, "SpecAttn"):
-            ratio = f"{row['tokens_per_second'] / stock[row['task']]:.2f}"
-            cell = _mean("over_generate")(row) if "over_generate" in row else ratio
-            name = names.get(row["method"], row["method"])
-            lines.setdefault(row["task"], {"task": row["task"].replace("_", " ")})[name] = cell
-    return table(list(lines.values()), {name: name for name in next(iter(lines.values()))})
+        place = row["task"], row["tokens"]
+        line = lines.setdefault(place, {"task": place[0].replace("_", " "), "tokens of the answer": place[1]})
+        cell = f"{row['tokens_per_second'] / stock[place]:.2f}"
+        line[shown.get(row["method"], "")] = _mean("over_generate")(row) if "over_generate" in row else cell
+    heads = ["task"] + ["tokens of the answer"] * (part == "gains by length")
+    return table(list(lines.values()), {name: name for name in [*heads, *shown.values()]})
 
 
 ROLLOUTS: Columns = {

@@ -228,7 +228,9 @@ def bench(
     ] = BUILTIN,
     column: Annotated[str | None, option("Key or column of the texts in --data. Default: text.")] = None,
     chat: Annotated[bool, option("Apply the chat template of the target to each text.", "--chat")] = False,
-    context: Annotated[str, option("Prompt lengths in tokens, such as 2k,8k.")] = "2k",
+    context: Annotated[
+        str, option("Prompt lengths in tokens, such as 2k,8k, which are cut out of the texts; or whole, for each text.")
+    ] = "2k",
     batch: Annotated[int, number(1, "Prompts per call.", most=options.MOST_ROWS)] = 1,
     max_new_tokens: Annotated[int, number(2, "Tokens per prompt and call.")] = 64,
     repeats: Annotated[int, number(1, "Runs per method; use at least five for results to report.")] = 5,
@@ -246,6 +248,7 @@ def bench(
     Examples:
 
     - hf-longspec bench --target hub_cards/tiny-target --draft hub_cards/tiny-longspec --context 1k,4k
+    - hf-longspec bench --target Qwen/Qwen3-8B --data edits.jsonl --column prompt --chat --context whole
     - hf-longspec bench --target Qwen/Qwen3-8B --data novels.jsonl --column book --context 8k,32k --batch 4
     - hf-longspec bench --target Qwen/Qwen3-8B --draft ngram --draft specattn --data novels --output novels.jsonl
 

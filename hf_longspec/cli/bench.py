@@ -1,6 +1,7 @@
 """`hf-longspec bench`: speed and acceptance of drafts after prompts of several lengths, in one table."""
 
 import json
+import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -39,10 +40,12 @@ from .measuring import (
 )
 from .models import describe_device, load_models, open_draft
 from .progress import Progress, noticing_others, say
-from .texts import around_a_message, cut_windows, encode, read_source
+from .texts import around_a_message, as_message, cut_windows, encode, read_source
 
 # The first call of a method is slow, on a GPU for each length of a prompt.
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 8
+# The --context of texts that are prompts as they are.
+WHOLE = "whole"
 # Verdicts, the worst first, with their styles: a row has the worst of its turns.
 VERDICTS = dict.fromkeys(FAILED, "bold red") | {NEAR_TIE: "yellow", NOT_COMPARED: "dim", EXACT: "green"}
 VERDICTS |= {IDENTICAL: "green", REFERENCE: "dim"}
@@ -59,15 +62,25 @@ def run(args: SimpleNamespace) -> int:
     short = [name_of(name) for name in args.draft]
     if twice := sorted({name for name in short if short.count(name) > 1}):
         raise CommandError(f"--draft: two drafts have the name {twice[0]!r} in the results. Rename a folder.")
-    args.context = options.lengths("--context", args.context)
+    is_whole = args.context == WHOLE
+    args.context = [] if is_whole else options.lengths("--context", args.context)
+    if is_whole and args.batch > 1:
+        raise CommandError(f"--context {WHOLE} --batch {args.batch}: prompts have different lengths. Drop --batch.")
     if args.output is not None:
         claim(args.output, [args.data], overwrite=args.overwrite, suffix=".jsonl")
     options.require_sources({args.data} - {BUILTIN})
     documents, count = read_source(args.data, args.column), args.repeats * args.batch
     interrupted = False
     with load_models(args, args.draft) as loaded:
-        loaded.require_room(f"a prompt of --context {max(args.context)}", max(args.context), args.max_new_tokens)
-        prompts = {size: prompts_of(loaded.tokenizer, documents, size, count, args.chat) for size in args.context}
+        if is_whole:
+            whole = whole_prompts(loaded.tokenizer, documents, count, args.chat)
+            args.context = [int(statistics.median(ids.shape[1] for ids in whole))]
+            loaded.require_room("the longest prompt", max(ids.shape[1] for ids in whole), args.max_new_tokens)
+            prompts = {args.context[0]: whole}
+        else:
+            loaded.require_room(f"a prompt of --context {max(args.context)}", max(args.context), args.max_new_tokens)
+            cut = {size: prompts_of(loaded.tokenizer, documents, size, count, args.chat) for size in args.context}
+            prompts = {size: windows.split(args.batch) for size, windows in cut.items()}
         model = endless(loaded.model)
         drafts = {name: ungated(open_draft(full, model)) for name, full in zip(short, args.draft, strict=True)}
         methods = {HF: HfMethod(), PLAIN: PlainDraftModel.from_target(model), **drafts}
@@ -75,8 +88,8 @@ def run(args: SimpleNamespace) -> int:
         try:
             calls = len(prompts) * len(methods) * args.repeats
             with noticing_others(), Progress(calls, "Measuring", "calls") as progress:
-                for context, windows in prompts.items():
-                    bench.measure(context, windows, progress)
+                for context, of_turns in prompts.items():
+                    bench.measure(context, of_turns, progress)
         except KeyboardInterrupt:
             print("Interrupted. The turns that ended are shown.", file=sys.stderr)
             interrupted = True
@@ -115,6 +128,13 @@ def prompts_of(tokenizer: Any, documents: Sequence[str], context: int, count: in
     return torch.cat([head.expand(count, -1), windows, tail.expand(count, -1)], dim=1)
 
 
+def whole_prompts(tokenizer: Any, documents: Sequence[str], count: int, chat: bool = False) -> list[torch.Tensor]:
+    """`count` documents as they are, `(1, length)` each, from the first to the last at equal distances."""
+    chosen = [documents[turn * len(documents) // count] for turn in range(count)]
+    texts = [as_message(tokenizer, text) for text in chosen] if chat else chosen
+    return [encode(tokenizer, text)[None] for text in texts]
+
+
 class Bench:
     """Measure all methods in turns; the records, also as lines of `--output`, a turn at a time."""
 
@@ -134,18 +154,19 @@ class Bench:
             with self.args.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(self.records[-1]) + "\n")
 
-    def measure(self, context: int, prompts: torch.Tensor, progress: Progress) -> None:
-        """Run every method in every turn, each turn after prompts of its own; a text is judged before it counts."""
+    def measure(self, context: int, prompts: Sequence[torch.Tensor], progress: Progress) -> None:
+        """Run every method in every turn, each after its own `prompts`; a text is judged before it counts."""
         refused: set[str] = set()
-        for turn, ids in enumerate(prompts.split(self.args.batch)):
+        for turn, ids in enumerate(prompts):
             calls: dict[str, Measurement] = {}
             for name in rotated([*self.methods], turn):
                 turns = f"turn {turn + 1} of {self.args.repeats}"
                 progress.set_description_str(f"{context} tokens: {name}, {turns}", refresh=False)
                 if name not in refused:
                     try:
-                        if not turn:
-                            end = ids if self.model.device.type == "cuda" else ids[:, -WARM_UP_PROMPT:]
+                        is_on_gpu = self.model.device.type == "cuda"
+                        if not turn or (is_on_gpu and ids.shape[1] != context):
+                            end = ids if is_on_gpu else ids[:, -WARM_UP_PROMPT:]
                             self._call(name, end, min(WARM_UP_TOKENS, self.args.max_new_tokens), turn)
                         calls[name] = self._call(name, ids, self.args.max_new_tokens, turn)
                     except (torch.OutOfMemoryError, ValueError) as error:
@@ -230,7 +251,9 @@ def show(rows: Sequence[Record]) -> None:
     table = Table()
     for heading in ("context", "draft", "tokens/s", "x generate", "x no draft", "tau", "text"):
         justify: Any = "left" if heading in ("draft", "text") else "right"
-        table.add_column(heading, justify=justify, no_wrap=heading != "draft")
+        # in a narrow terminal, ranges go into a second line, and no column vanishes
+        least = {"draft": 8, "x generate": 11, "x no draft": 11}.get(heading)
+        table.add_column(heading, justify=justify, no_wrap=least is None, min_width=least)
     names = {HF: "generate", PLAIN: "no draft"}
     for row in rows:
         table.add_row(

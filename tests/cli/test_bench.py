@@ -51,6 +51,29 @@ def test_sampled_texts_are_those_of_the_loop_for_the_seed(invoke):
     assert found == [(HF, "not compared"), (PLAIN, "reference"), ("ngram", "identical")]
 
 
+def test_prompts_are_continued_as_they_are(invoke, monkeypatch):
+    """Each of another length; the first, middle and last third of the texts are one turn each."""
+    texts = ["abc " * count for count in (3, 9, 5, 6, 7, 4)]
+    Path("texts.jsonl").write_text("".join(json.dumps({"question": text}) + "\n" for text in texts))
+    prompts = []
+    before(monkeypatch, bench, "run_call", lambda model, method, prompt, **_: prompts.append(prompt[0].shape[1]))
+    options = ["--data", "texts.jsonl", "--column", "question", "--context", "whole", "--repeats", "3", "--json"]
+    result = invoke(*options)
+    assert result.exit_code == 0, result.output
+    assert prompts[-6:] == [20] * 3 + [28] * 3 and set(prompts) == {12, 20, 28}  # bytes
+    assert {row["context"] for row in json.loads(result.stdout)["rows"]} == {20}
+    result = invoke(*options, "--batch", "2", "--overwrite")
+    assert result.exit_code == 2 and "prompts have different lengths. Drop --batch." in result.output
+
+
+def test_no_column_vanishes_in_a_narrow_terminal(capsys):
+    names = HF, PLAIN, "a-draft"
+    rows = bench.rows_of([call(name, turn, 8, 1.0 + turn * len(name)) for name in names for turn in (0, 1)])
+    bench.show(rows)
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("generate", "no draft", "a-draft")) and "(1.00-1.50)" in shown
+
+
 def call(method, turn, tokens, seconds, text="identical"):
     return {
         "kind": "run", "context": 64, "method": method, "turn": turn, "tokens": tokens, "steps": 4, "seconds": seconds,
