@@ -36,7 +36,7 @@ TOLERANCE = 2**-7
 # the device this many times, as the layers of a model do, or over `MOST_MATRICES`.
 REPEATS, CACHES, MOST_MATRICES = 5, 2, 64
 # gemlite's kernels for several vectors read scales without a mask, up to the end of the last split, which has up to so
-# many groups, and of the last block of rows. What they read there counts as zero times what it is, NaN if it is that.
+# many groups, and of the last block of rows. They multiply it by zero, which gives NaN if it is not a finite number.
 GROUPS_OF_SPLIT = 16
 
 
@@ -185,7 +185,7 @@ def why_not_gemlite(device: torch.device) -> str | None:
 @cache
 def _why_not_imported() -> str | None:
     if importlib.util.find_spec("gemlite") is None:
-        return "gemlite is not installed: pip install gemlite"
+        return "gemlite is not installed: pip install '.[lowbit]'"
     try:
         import gemlite  # noqa: F401
     except Exception as error:  # it asks the driver while it is imported
@@ -255,7 +255,7 @@ def rotated(product: LowBitProduct) -> list[LowBitProduct]:
 
 
 def milliseconds(products: Sequence[LowBitProduct], x: torch.Tensor, is_captured: bool) -> float:
-    """Return the time of one of these products on a GPU, by events.
+    """Return the time of one of these products on a GPU, in the dtype of the vectors, by events.
 
     Args:
         products (`Sequence[LowBitProduct]`): Products with matrices of one shape.
@@ -264,7 +264,7 @@ def milliseconds(products: Sequence[LowBitProduct], x: torch.Tensor, is_captured
     """
 
     def all_products() -> torch.Tensor:
-        return [product(x) for product in products][-1]
+        return [product(x).to(x.dtype) for product in products][-1]
 
     run: Callable[[], Any] = all_products
     run()  # compiles and tunes
