@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from hf_longspec import SpecAttnDraftModel
+from hf_longspec.attention_backends.triton.config import triton
 from hf_longspec.modeling.shared import low_bit_products
 from hf_longspec.modeling.shared.draft_weights import LowBitLinear
 from hf_longspec.modeling.shared.low_bit_products import (
@@ -282,6 +283,8 @@ def needs_gemlite():
 def test_products_of_gemlite_in_the_interpreter(rows, columns, vectors):
     """In float32, as the interpreter multiplies numbers in bfloat16 wrongly."""
     needs_gemlite()
+    if vectors > 4 and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+        pytest.skip("older interpreters refuse the numbers in a mask of gemlite's other kernel")
     from tests.attention_backends.triton.machine import language_listed_once
     from tests.modeling.shared.gemlite_without_gpu import without_gpu
 
