@@ -38,6 +38,7 @@ from benchmarks.gpu_iterations import (
     no_drafts,
     other_drafts,
 )
+from benchmarks.gpu_products import few_bit_drafts, products
 from benchmarks.gpu_run import GpuRun, gpu_facts
 from benchmarks.gpu_targets import hybrid, pair
 from benchmarks.harness import integers, names
@@ -89,6 +90,9 @@ SECTIONS: dict[str, Section] = {
     "baselines": Section(partial(baselines, points=slice(1)), 20),
     "forwards": Section(forwards, 25),
     "iterations": Section(_iterations(first_drafts, (FUSED, GRAPH), ("sdpa",)), 80, by_context=True),
+    # mostly compilation, which the next two then need not do
+    "products": Section(products, 90),
+    "few bits": Section(_iterations(few_bit_drafts, (FUSED,)), 60),
     "cheap drafts": Section(_iterations(cheap_drafts, (FUSED,)), 60, by_context=True),
     "hybrid": Section(hybrid, 40),
     "pair": Section(pair, 80),

@@ -49,6 +49,9 @@ class Plan:
     trees: tuple[tuple[int, ...], ...] = ((4, 16, 16, 16, 11), (4, 4, 4, 3), (4, 16, 16, 16, 16))
     branching: tuple[int, ...] = (1, 3, 3, 3)  # of TokenSwift's tree, which is its default
     draft_weights: tuple[str, ...] = ("int4",)  # of SpecAttn's steps
+    # Products with weights of 4 bits: rows and columns of the matrices, and how many vectors they multiply.
+    matrices: tuple[tuple[int, int], ...] = ()
+    vectors: tuple[int, ...] = (1,)
     # Of the bundled target: tokens of the prompt, and those that are timed.
     text: int = 15_000
     pair_tokens: int = 256
@@ -100,7 +103,7 @@ FEWEST_CALLS = 12
 
 
 # What kernels and baselines depend on.
-PACKAGES = ("triton", "flash_attn", "flashinfer-python", "xformers")
+PACKAGES = ("triton", "flash_attn", "flashinfer-python", "gemlite", "xformers")
 # Processes of the sections. A fork has imported everything already. Only a process that has never called CUDA can be
 # forked, so the parent calls nothing of it.
 FORK = multiprocessing.get_context("fork")

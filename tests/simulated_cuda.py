@@ -18,6 +18,8 @@ computes every operation there and applies the rules of CUDA:
   graph does not have fail. After it, memory is as before, and the tensors that the graph computes hold NaN until the
   first replay, since a capture runs nothing.
 
+The time between two events is the number of launches between them, as milliseconds.
+
 `simulated_graphs.py` has the rules of graphs, their memory and their streams. Neither the order of several streams, nor
 limits of memory, nor the arithmetic of a GPU are simulated.
 """
@@ -162,6 +164,25 @@ class SimulatedGenerator(torch._C.Generator):
         return made
 
 
+class SimulatedEvent:
+    """`torch.cuda.Event`."""
+
+    def __init__(self, cuda: "SimulatedCuda"):
+        self.cuda, self.launches = cuda, 0
+
+    def record(self, *args: Any) -> None:
+        self.launches = self.cuda.launches.total() + self.cuda.replayed.total()
+
+    def synchronize(self) -> None:
+        self.cuda._wait()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "SimulatedEvent") -> float:
+        return float(end.launches - self.launches)
+
+
 class SimulatedCuda(TorchDispatchMode):
     """The device. It exists while the context is open.
 
@@ -227,7 +248,6 @@ class SimulatedCuda(TorchDispatchMode):
         memory = self._memory
         shape = {"multi_processor_count": 132, "total_memory": 80 << 30, "shared_memory_per_block_optin": 227 << 10}
         properties = SimpleNamespace(name="simulated", major=self.capability[0], minor=self.capability[1], **shape)
-        event = SimpleNamespace(record=lambda *a: None, synchronize=self._wait, query=lambda: True)
         replaced = {
             **dict.fromkeys(("_lazy_init", "empty_cache", "reset_peak_memory_stats"), lambda *args: None),
             **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
@@ -248,7 +268,7 @@ class SimulatedCuda(TorchDispatchMode):
             "max_memory_allocated": lambda device=None: 0,
             "stream": memory.on_stream,
             "default_generators": memory.generators,
-            "Event": lambda *args, **kwargs: event,
+            "Event": lambda *args, **kwargs: SimulatedEvent(self),
             "CUDAGraph": SimulatedGraph,
             "graph": self._capturing,
             "graph_pool_handle": memory.handle,
@@ -552,9 +572,22 @@ def _topk(x, k, dim=-1, largest=True, sorted=True):
     return tuple(found.narrow(dim, 0, k) for found in x.sort(dim=dim, descending=largest, stable=True))
 
 
+def _int4pack(pairs, inner_tiles):
+    """Weights in their own order, a pair in a byte."""
+    return pairs.clone()
+
+
+def _int4pack_product(x, packed, group, scales):
+    values = (torch.stack([packed >> 4, packed & 15], -1).flatten(1) - 8.0).unflatten(1, (-1, group))
+    weight = values * scales[..., 0].T[..., None].float() + scales[..., 1].T[..., None].float()
+    return (x.float() @ weight.flatten(1).to(x.dtype).float().T).to(x.dtype)
+
+
 # Operations that the CPU does not have, or would choose otherwise.
 REPLACED: dict[str, Callable[..., Any]] = {
     "topk": _topk,
+    "_convert_weight_to_int4pack": _int4pack,
+    "_weight_int4pack_mm": _int4pack_product,
     "_scaled_dot_product_flash_attention": _flash_attention,
     "_flash_attention_forward": _flash_forward,
     "_fused_sdp_choice": lambda *args, **kwargs: 0,  # the kernel in plain operations

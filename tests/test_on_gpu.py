@@ -1,6 +1,8 @@
 """Whole calls on an NVIDIA GPU, in captured steps and as they are: the texts of `generate` there, in float32."""
 
+import math
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from benchmarks.gpu_iterations import counted_graphs
 from hf_longspec import Batcher, GrammarDraftModel, PlainDraftModel, StructuredOutput
 from hf_longspec.generation.special_cases import masked
 from hf_longspec.generation.target import TargetView
+from hf_longspec.modeling.shared import low_bit_products
 from tests.generation import test_captured_states as states
 from tests.generation.drafted_calls import drafted, generated
 from tests.generation.test_on_simulated_cuda import BATCHES, DRAFTERS, generate, make_draft
@@ -156,7 +159,11 @@ def test_texts_of_targets_that_call_kernels_of_fla(gpu, name, mode):
     ids=str,
 )
 @pytest.mark.parametrize("mode", ["off", *MODES])
-def test_texts_of_drafts_with_fewer_bits(gpu, settings, mode):
+@pytest.mark.parametrize("by_gemlite", [False, True])
+def test_texts_of_drafts_with_fewer_bits(gpu, settings, mode, by_gemlite, monkeypatch):
+    if by_gemlite and (settings["draft_weights"] == "int8" or find_spec("gemlite") is None):
+        pytest.skip("gemlite is not installed, or has nothing to do here")
+    monkeypatch.setattr(low_bit_products, "ratio", lambda *_: 0.0 if by_gemlite else math.inf)
     model = gpu.place(tiny_target("llama", hidden_size=128, intermediate_size=256, head_dim=32, vocab_size=24))
     prompts = gpu.place(tiny_prompts(24, (23, 9, 40)))
     draft = draft_of("specattn", model, **settings)
@@ -166,6 +173,16 @@ def test_texts_of_drafts_with_fewer_bits(gpu, settings, mode):
         assert generate(model, draft, *prompts, False).tolist() == expected.tolist()
     stats = draft.last_speculation
     assert stats.num_accepted_draft_tokens > 0 and bool(gpu.replays) == (mode != "off")
+
+
+@pytest.mark.skipif(find_spec("gemlite") is None, reason="needs gemlite")
+@pytest.mark.parametrize(("rows", "columns"), [(128, 256), (576, 640), (1024, 4096)])
+@pytest.mark.parametrize("vectors", [1, 2, 8])
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_products_of_gemlite_are_those_of_torch(gpu, rows, columns, vectors, is_captured):
+    device = torch.device("cuda", 0)
+    assert low_bit_products.why_not_gemlite(device) is None
+    assert 0 < low_bit_products.ratio(rows, columns, vectors, is_captured, device) < math.inf
 
 
 @torch.no_grad()

@@ -12,14 +12,14 @@ from benchmarks.gpu_goals import COMPILE, FUSED, GRAPH, OFF
 from benchmarks.gpu_run import SMOKE
 from benchmarks.records import read_records
 from hf_longspec.cli.measuring import HF, PLAIN
-from tests.benchmarks.test_gpu import BARE, FIRST, HIDDEN, OTHERS, of
+from tests.benchmarks.test_gpu import BARE, FEW_BITS, FIRST, HIDDEN, OTHERS, of, warnings_of
 from tests.simulated_cuda import why_not
 
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 pytestmark = pytest.mark.soak  # `make test-torch-min` runs it
 
 TRITON = "hf_longspec_triton"
-KERNELS = "captures,kernels,baselines"
+KERNELS = "captures,kernels,baselines,products"
 MINUTES = 25  # of a run at most, on a machine that does other things meanwhile
 
 
@@ -53,16 +53,17 @@ def check_modes(rows, names, modes, hf_modes=()):
     assert [(row["draft"], row["mode"]) for row in rows] == expected
     for row in rows:
         is_captured = row["mode"] in (GRAPH, FUSED, COMPILE)
-        assert bool(row["captures"]) == bool(row["replays"]) == is_captured and not row["warnings"]
+        assert bool(row["captures"]) == bool(row["replays"]) == is_captured and not warnings_of(row)
 
 
 def test_plain_specattn_and_longspec_as_they_are_and_captured(tmp_path):
     """Every timed iteration speculates, and the text is that of the loop without a draft; exact, as in float32."""
-    records = run(tmp_path, "forwards,iterations,uncaptured,compiled,drafts", "float32")
+    records = run(tmp_path, "forwards,iterations,uncaptured,compiled,drafts,few bits", "float32")
     check_modes(of(records, "iteration", section="iterations"), FIRST, (FUSED, GRAPH), ("sdpa",))
     check_modes(of(records, "iteration", section="uncaptured"), FIRST[:2], (OFF,), ("eager",))
     check_modes(of(records, "iteration", section="compiled"), FIRST[:2], (COMPILE,), ("static cache",))
     check_modes(of(records, "iteration", section="drafts"), OTHERS, (FUSED,))
+    check_modes(of(records, "iteration", section="few bits"), FEW_BITS, (FUSED,))
     for row in of(records, "iteration"):
         assert row["backend"] == (row["mode"] if row["draft"] == HF else TRITON)
         assert row["same_tokens"] == SMOKE.tokens and row["ms"]["median"] > 0 and row["floor_ms"] > 0
@@ -80,4 +81,6 @@ def test_kernels(tmp_path):
     assert len(of(records, "capture")) == 5
     kernels = of(records, "kernel", backend=TRITON)
     assert {row["nodes"] for row in kernels} == set(SMOKE.nodes) and {row["how"] for row in kernels} == {"graph"}
+    products = of(records, "product", kernel="torch")
+    assert len(products) == len(SMOKE.vectors) * len(SMOKE.matrices) and {row["how"] for row in products} == {"graph"}
     assert LOWER_BOUND in {row["baseline"] for row in of(records, "baseline")}

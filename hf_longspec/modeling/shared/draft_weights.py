@@ -7,7 +7,7 @@ the target, so it needs neither a prefill nor keys of its own.
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import ceil
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ...generation.special_cases.forward_check import is_quantized
 from ...generation.special_cases.packed_products import sums_of
+from .low_bit_products import GROUP, INNER_TILES, Int4Product, Int8Product, LowBitProduct, chosen_products
 
 logger = logging.get_logger(__name__)
 
@@ -26,10 +27,6 @@ BITS = {"int8": 8, "int4": 4}
 # Attributes of a module that hold its hooks around forwards.
 HOOKS = [f"_forward_{when}hooks{how}" for when in ("", "pre_") for how in ("", "_with_kwargs")]
 HOOKS.append("_forward_hooks_always_called")
-# Weights of a row that share a scale in 4 bits. In 8 bits, all of a row do.
-GROUP = 64
-# Tiles of the innermost dimension in a packed matrix of 4 bits on a GPU.
-INNER_TILES = 8
 # Multiples of rows and columns that the kernels for 4 bits take, and of columns that those for 8 bits take: on a CPU
 # the latter read beyond the end of other rows, without an error.
 ROWS, CPU_COLUMNS, GPU_COLUMNS, COLUMNS_OF_8 = 64, GROUP, 16 * INNER_TILES, 16
@@ -40,15 +37,17 @@ MOST_NAMED = 4
 class LowBitLinear(nn.Module):
     """A linear layer whose weights are rounded to multiples of their scale, that of their absolute maximum.
 
-    Products are computed in bfloat16, by torch's kernels for packed weights. Those for 4 bits take multiples of 64 rows
-    and 64 columns (128 on a GPU), those for 8 bits multiples of 16 columns. Zeros are added to other matrices, and to
-    the vectors that they multiply.
+    Products are computed in bfloat16, by kernels for packed weights. Those for 4 bits take multiples of 64 rows and 64
+    columns (128 on a GPU), those for 8 bits multiples of 16 columns. Zeros are added to other matrices, and to the
+    vectors that they multiply.
+
+    Args:
+        linear (`nn.Linear`): The layer.
+        bits (`int`): Bits of a weight, 8 or 4.
+        kind (`type[LowBitProduct]`, *optional*): What multiplies; by default torch's kernels.
     """
 
-    packed: torch.Tensor
-    scales: torch.Tensor
-
-    def __init__(self, linear: nn.Linear, bits: int):
+    def __init__(self, linear: nn.Linear, bits: int, kind: type[LowBitProduct] | None = None):
         super().__init__()
         weight = linear.weight.detach()
         self.bits, self.dtype, self.bias = bits, weight.dtype, linear.bias
@@ -56,11 +55,8 @@ class LowBitLinear(nn.Module):
         rows, self.columns = padded_size(weight, bits)
         weight = pad(weight, (0, self.columns - self.in_features, 0, rows - self.out_features))
         rounded, scales = rounded_groups(weight, bits, self.columns if bits == 8 else GROUP)
-        rounded, scales = rounded.view_as(weight), scales.squeeze(-1)
-        self.register_buffer("packed", rounded.to(torch.int8) if bits == 8 else packed_by_four(rounded), False)
-        if bits == 4:  # for each group the scale and the value of the middle
-            scales = torch.stack([scales.T, torch.zeros_like(scales.T)], -1)
-        self.register_buffer("scales", scales.squeeze(-1).to(torch.bfloat16).contiguous(), False)
+        kind = kind or (Int8Product if bits == 8 else Int4Product)
+        self.product = kind(rounded.view_as(weight), scales.squeeze(-1))
 
     @staticmethod
     def takes(module: nn.Module, bits: int) -> bool:
@@ -71,26 +67,20 @@ class LowBitLinear(nn.Module):
         return rows * columns * bits < module.weight.nbytes * 8
 
     @property
+    def packed(self) -> torch.Tensor:
+        """The packed weights."""
+        return self.product.packed
+
+    @property
     def weight(self) -> torch.Tensor:
         """The rounded weights, for models that multiply with them in other ways."""
-        columns = torch.eye(self.in_features, dtype=torch.bfloat16, device=self.packed.device)
-        return self._product(columns).T.to(self.dtype)
+        return self.product.weight()[: self.out_features, : self.in_features].to(self.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self._product(x.reshape(-1, self.in_features).to(torch.bfloat16)).to(x.dtype)
-        out = out.view(*x.shape[:-1], self.out_features)
+        vectors = x.reshape(-1, self.in_features).to(torch.bfloat16)
+        product = self.product(pad(vectors, (0, self.columns - self.in_features)).contiguous())
+        out = product[:, : self.out_features].to(x.dtype).view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
-
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the products `(N, out_features)` of vectors `(N, in_features)` with the weights."""
-        x, aten = pad(x, (0, self.columns - self.in_features)).contiguous(), torch.ops.aten
-        if self.bits == 8:
-            product: torch.Tensor = aten._weight_int8pack_mm(x, self.packed, self.scales)
-        elif x.device.type == "cpu":
-            product = aten._weight_int4pack_mm_for_cpu(x, self.packed, GROUP, self.scales)
-        else:
-            product = aten._weight_int4pack_mm(x, self.packed, GROUP, self.scales)
-        return product[:, : self.out_features]
 
 
 def padded_size(weight: torch.Tensor, bits: int) -> tuple[int, int]:
@@ -109,17 +99,6 @@ def rounded_groups(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.T
     most = 2 ** (bits - 1) - 1
     scales = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / most
     return (groups / scales).round(), scales
-
-
-def packed_by_four(rounded: torch.Tensor) -> torch.Tensor:
-    """Return integers from -7 to 7 `(rows, columns)` in the order of torch's kernels for 4 bits."""
-    values = (rounded + 8).to(torch.int32)
-    if values.device.type == "cpu":
-        packed: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 1)
-    else:
-        pairs = (values[:, ::2] << 4 | values[:, 1::2]).to(torch.uint8)
-        packed = torch.ops.aten._convert_weight_to_int4pack(pairs, INNER_TILES)
-    return packed
 
 
 def rounded_layers(target: PreTrainedModel, bits: int) -> Iterator[tuple[str, nn.Linear]]:
@@ -178,13 +157,39 @@ def described_copy(target: PreTrainedModel, weights: str, layers: dict[str, nn.L
     return text
 
 
-def rounded_copy(target: PreTrainedModel, weights: str) -> PreTrainedModel:
-    """Return a copy of a target in eval mode that shares hooks, and all but the weights of `rounded_layers`."""
+Products = dict[torch.device, dict[tuple[int, int], type[LowBitProduct]]]
+
+
+def products_of(target: PreTrainedModel, weights: str, occurred: Iterable[tuple[int, bool]]) -> Products:
+    """Return what multiplies the layers of a copy in 4 bits, by device, and by rows and columns; nothing for 8 bits.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        weights (`str`): Name of the bits.
+        occurred (`Iterable[tuple[int, bool]]`): Numbers of vectors of a drafting step, and whether steps are captured.
+    """
+    shapes = dict[torch.device, list[tuple[int, int]]]()
+    if BITS[weights] == 4:
+        for _, layer in rounded_layers(target, 4):
+            shapes.setdefault(layer.weight.device, []).append(padded_size(layer.weight, 4))
+    return {device: chosen_products(of_device, occurred, device) for device, of_device in shapes.items()}
+
+
+def rounded_copy(target: PreTrainedModel, weights: str, products: Products | None = None) -> PreTrainedModel:
+    """Return a copy of a target in eval mode that shares hooks, and all but the weights of `rounded_layers`.
+
+    Layers are multiplied by `products`, see `products_of`, or by torch's kernels.
+    """
     layers, bits = dict(rounded_layers(target, BITS[weights])), BITS[weights]
+
+    def rounded(layer: nn.Linear) -> LowBitLinear:
+        kinds = (products or {}).get(layer.weight.device, {})
+        return LowBitLinear(layer, bits, kinds.get(padded_size(layer.weight, bits)))
+
     logger.warning_once(described_copy(target, weights, layers))
     # what the copy of an object is, by the address of the object
     copies: dict[int, Any] = {id(x): x for x in (*target.parameters(), *target.buffers())}
-    copies |= {id(layer): LowBitLinear(layer, bits) for layer in layers.values()}
+    copies |= {id(layer): rounded(layer) for layer in layers.values()}
     # a hook may hold what cannot be copied, and the copy must not run one that the target has no more
     copies |= {id(hooks): hooks for module in target.modules() for hooks in map(vars(module).get, HOOKS)}
     copied: PreTrainedModel = copy.deepcopy(target, copies)

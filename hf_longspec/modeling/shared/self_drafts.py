@@ -16,7 +16,7 @@ from ...generation.target import TargetView
 from ..base import DraftModel, refuse_masked
 from ..configuration_base import DraftConfig
 from ..settings import ACCEPTANCE, Setting
-from .draft_weights import BITS, LowBitLinear, rounded_copy, state_of_weights, why_not_rounded
+from .draft_weights import BITS, LowBitLinear, products_of, rounded_copy, state_of_weights, why_not_rounded
 from .sparse_caches import budget
 
 logger = logging.get_logger(__name__)
@@ -51,6 +51,8 @@ class SelfDraftModel(DraftModel):
         # was made, after the state of the target that it was made of.
         self._given: tuple[PreTrainedModel] | None = None
         self._made: tuple[Any, PreTrainedModel] | None = None
+        # Rows of the batches that were drafted for, and whether steps were captured: kernels are chosen for them.
+        self._occurred: set[tuple[int, bool]] = set()
 
     @classmethod
     def from_target(
@@ -76,18 +78,26 @@ class SelfDraftModel(DraftModel):
         draft.check(TargetView(target))
         return draft
 
-    def weights_for(self, target: PreTrainedModel) -> PreTrainedModel | None:
-        """Return the model that runs the drafting steps; `None` if it is the target."""
+    def weights_for(self, target: PreTrainedModel, rows: int = 1, is_captured: bool = False) -> PreTrainedModel | None:
+        """Return the model that runs the drafting steps; `None` if it is the target.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+            rows (`int`): Rows of the batch, each of which is a vector of a drafting step.
+            is_captured (`bool`): Whether steps are captured as CUDA graphs.
+        """
         if self._given is not None:
             return self._given[0]
         weights = self.setting("draft_weights")
         if weights is None:
             self._made = None
             return None
-        state = weights, state_of_weights(target)
+        self._occurred.add((rows, is_captured))
+        products = products_of(target, weights, self._occurred)
+        state = weights, state_of_weights(target), products
         if self._made is None or self._made[0] != state:
             self._made = None  # its memory is free before another one is made
-            self._made = state, rounded_copy(target, weights)
+            self._made = state, rounded_copy(target, weights, products)
         return self._made[1]
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
@@ -130,7 +140,7 @@ class SelfDrafter(Drafter):
 
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding)
-        copied = draft.weights_for(binding.target.model)
+        copied = draft.weights_for(binding.target.model, binding.cache.batch_size, binding.target.steps.captures)
         self.stepper = binding.target if copied is None else TargetView(copied, binding.target.steps.runner)
         self.gamma = self.max_depth = draft.setting("num_assistant_tokens")
         self.num_nodes, self.largest = self.gamma + 1, [1] * self.gamma
