@@ -202,8 +202,8 @@ def state_of_weights(target: PreTrainedModel) -> list[Any]:
     state: list[Any] = []
     for module in target.modules():
         state += [id(module), *(copy.copy(vars(module)[name]) for name in names if name in vars(module))]
-        state += [(x.data_ptr(), x._version) for x in module.parameters(recurse=False)]
-    sums = dict[torch.device, list[torch.Tensor]]()  # as fused optimizers count no version
+        state += [x.data_ptr() for x in module.parameters(recurse=False)]
+    sums = dict[torch.device, list[torch.Tensor]]()  # as fused optimizers count no versions of a tensor
     for weight in target.parameters():
         if weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta:
             sums.setdefault(weight.device, []).append(sums_of(weight).sum())
