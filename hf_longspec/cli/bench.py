@@ -82,7 +82,7 @@ def run(args: SimpleNamespace) -> int:
             cut = {size: prompts_of(loaded.tokenizer, documents, size, count, args.chat) for size in args.context}
             prompts = {size: windows.split(args.batch) for size, windows in cut.items()}
         model = endless(loaded.model)
-        drafts = {name: ungated(open_draft(full, model)) for name, full in zip(short, args.draft, strict=True)}
+        drafts = {name: open_draft(full, model) for name, full in zip(short, args.draft, strict=True)}
         methods = {HF: HfMethod(), PLAIN: PlainDraftModel.from_target(model), **drafts}
         bench = Bench(args, model, methods)
         try:
@@ -106,13 +106,6 @@ def run(args: SimpleNamespace) -> int:
 def name_of(model: str) -> str:
     """Name in results: a Hub id, or the last part of a folder's path."""
     return Path(model).name if Path(model).is_dir() else model
-
-
-def ungated(draft: Any) -> Any:
-    """The draft without its gate, which would stop drafting where that does not pay, and hide what is measured."""
-    if "gate" in draft.settings:
-        draft.generation_config.gate = False
-    return draft
 
 
 def prompts_of(tokenizer: Any, documents: Sequence[str], context: int, count: int, chat: bool = False) -> torch.Tensor:

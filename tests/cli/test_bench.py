@@ -11,7 +11,6 @@ from hf_longspec import NgramDraftModel
 from hf_longspec.cli import bench
 from hf_longspec.cli.measuring import HF, PLAIN
 from tests.cli.conftest import HUB_CARDS, run_command
-from tests.tiny_targets import tiny_target
 from tests.watching import after, before
 
 TEXT = str(HUB_CARDS.parent / "README.md")
@@ -156,8 +155,3 @@ def test_a_wrong_text_is_the_exit_status(invoke, monkeypatch):
     after(monkeypatch, bench, "run_call", spoil)
     result = invoke("--draft", "ngram")
     assert result.exit_code == 1 and "differs" in result.output
-
-
-def test_the_gate_is_off_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(NgramDraftModel, "settings", NgramDraftModel.settings | {"gate": True})
-    assert bench.ungated(NgramDraftModel.from_target(tiny_target("llama"))).setting("gate") is False
