@@ -234,6 +234,9 @@ def bench(
     batch: Annotated[int, number(1, "Prompts per call.", most=options.MOST_ROWS)] = 1,
     max_new_tokens: Annotated[int, number(2, "Tokens per prompt and call.")] = 64,
     repeats: Annotated[int, number(1, "Runs per method; use at least five for results to report.")] = 5,
+    static: Annotated[
+        bool, option("Also measure generate with a static cache, which it compiles on a GPU.", "--static")
+    ] = False,
     temperature: Annotated[float, number(0, "0 is greedy.")] = 0.0,
     dtype: options.Dtype = options.DtypeName.auto,
     output: Annotated[Path | None, option("File for each call as a line of JSON.")] = None,

@@ -28,6 +28,7 @@ from .measuring import (
     NOT_COMPARED,
     PLAIN,
     REFERENCE,
+    STATIC,
     HfMethod,
     Measurement,
     endless,
@@ -83,7 +84,8 @@ def run(args: SimpleNamespace) -> int:
             prompts = {size: windows.split(args.batch) for size, windows in cut.items()}
         model = endless(loaded.model)
         drafts = {name: open_draft(full, model) for name, full in zip(short, args.draft, strict=True)}
-        methods = {HF: HfMethod(), PLAIN: PlainDraftModel.from_target(model), **drafts}
+        static = {STATIC: HfMethod({"cache_implementation": "static"})} if args.static else {}
+        methods = {HF: HfMethod(), **static, PLAIN: PlainDraftModel.from_target(model), **drafts}
         bench = Bench(args, model, methods)
         try:
             calls = len(prompts) * len(methods) * args.repeats
@@ -223,7 +225,7 @@ def rows_of(records: Iterable[Record]) -> list[Record]:
         for place, own in calls.items()
     }
     rows = []
-    for context, method in sorted(calls, key=lambda place: (place[0], {HF: 0, PLAIN: 1}.get(place[1], 2))):
+    for context, method in sorted(calls, key=lambda place: (place[0], {HF: 0, STATIC: 1, PLAIN: 2}.get(place[1], 3))):
         own = calls[context, method].values()
         tau = sum(run["tokens"] for run in own) / max(1, sum(run["steps"] for run in own))
         text = min((run["text"] for run in own), key=[*VERDICTS].index)
@@ -247,7 +249,7 @@ def show(rows: Sequence[Record]) -> None:
         # in a narrow terminal, ranges go into a second line, and no column vanishes
         least = {"draft": 8, "x generate": 11, "x no draft": 11}.get(heading)
         table.add_column(heading, justify=justify, no_wrap=least is None, min_width=least)
-    names = {HF: "generate", PLAIN: "no draft"}
+    names = {HF: "generate", STATIC: "generate, static cache", PLAIN: "no draft"}
     for row in rows:
         table.add_row(
             str(row["context"]),
@@ -279,7 +281,7 @@ def _choice(rows: Sequence[Record]) -> str:
     gains: dict[str, Record] = {}
     for row in rows:
         ratios = [row[name] for name in ("ratio_to_generate", "ratio_to_no_draft") if row.get(name)]
-        if ratios and row["method"] not in (HF, PLAIN):
+        if ratios and row["method"] not in (HF, STATIC, PLAIN):
             gains[row["method"]] = min(ratios, key=lambda ratio: ratio["median"])
     if not gains:
         return "no draft has a speed"

@@ -21,6 +21,8 @@ from ..generation.cache import CACHE_NAME
 
 # Names of the two baselines in every result: plain `generate`, and this package's loop without drafting.
 HF, PLAIN = "hf generate", "plain loop"
+# `generate` with a cache of fixed size, whose steps transformers compiles on a GPU.
+STATIC = "hf generate, static cache"
 # Verdicts on a text, beside those of the audit.
 REFERENCE, IDENTICAL, DIFFERS, NOT_COMPARED = "reference", "identical", "differs", "not compared"
 FAILED = (DIFFERS, NOT_LOSSLESS)

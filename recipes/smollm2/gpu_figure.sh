@@ -1,5 +1,6 @@
 #!/bin/sh
-# What drafts gain on SmolLM2-135M-Instruct: `generate`, the loop without a draft and drafts, on a machine with one GPU.
+# What drafts gain on SmolLM2-135M-Instruct: `generate`, also with a static cache, the loop without a draft and drafts,
+# on a machine with one GPU.
 #
 #   sh recipes/smollm2/gpu_figure.sh OUT [PART...]
 #
@@ -26,6 +27,6 @@ if [ $# -gt 0 ]; then
 fi
 for batch in $BATCHES; do
     $PYTHON -m hf_longspec.cli.app bench --target "$TARGET" $(printf -- '--draft %s ' $DRAFTS) --context "$CONTEXTS" \
-        --batch "$batch" --dtype "${DTYPE:-bfloat16}" --max-new-tokens "${TOKENS:-128}" --repeats "${REPEATS:-5}" \
+        --batch "$batch" --dtype "${DTYPE:-bfloat16}" --max-new-tokens "${TOKENS:-128}" --repeats "${REPEATS:-5}" --static \
         --output "$OUT/batch-$batch.jsonl" --overwrite | tee "$OUT/batch-$batch.txt"
 done

@@ -9,7 +9,7 @@ import torch
 from benchmarks.records import of_kind, read_records
 from hf_longspec import NgramDraftModel
 from hf_longspec.cli import bench
-from hf_longspec.cli.measuring import HF, PLAIN
+from hf_longspec.cli.measuring import HF, PLAIN, STATIC
 from tests.cli.conftest import HUB_CARDS, run_command
 from tests.watching import after, before
 
@@ -26,17 +26,17 @@ def invoke(tiny, tmp_path, monkeypatch):
 
 def test_drafts_are_measured_beside_both_baselines(invoke, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["/somewhere/bin/hf-longspec", "bench", "--target", str(tiny.target)])
-    options = f"--draft {tiny.longspec} --draft ngram --repeats 2 --batch 2 --context 64,80 --json".split()
+    options = f"--draft {tiny.longspec} --draft ngram --repeats 2 --batch 2 --context 64,80 --static --json".split()
     result = invoke(*options)
     assert result.exit_code == 0, result.output
-    found, methods = json.loads(result.stdout), [HF, PLAIN, "tiny-longspec", "ngram"]
+    found, methods = json.loads(result.stdout), [HF, STATIC, PLAIN, "tiny-longspec", "ngram"]
     assert [(row["context"], row["method"]) for row in found["rows"]] == [(n, m) for n in (64, 80) for m in methods]
     for row in found["rows"]:
         assert row["text"] == ("reference" if row["method"] == HF else "identical")
         assert row["tokens_per_second"]["count"] == row["ratio_to_no_draft"]["count"] == 2 and row["tau"] >= 1
     records = read_records(Path("bench.jsonl"))
     assert records[0] == found["environment"] and records[0]["command"] == "hf-longspec bench --target tiny-target"
-    assert len(of_kind(records, "run")) == len(records) - 1 == 16
+    assert len(of_kind(records, "run")) == len(records) - 1 == 20
     text = Path("bench.jsonl").read_text(encoding="utf-8")
     assert str(tiny.target.parent) not in text and str(tmp_path) not in text and "/somewhere" not in text
 
@@ -111,7 +111,7 @@ def row(context, method, low, high, count=3):
         ),
         ([row(64, "a", 0.9, 1.2)], "After 64 tokens there is no clear difference between a and no draft."),
         ([row(64, "a", 1.5, 1.5, count=1)], "After 64 tokens one turn shows no clear difference."),
-        ([row(64, HF, 1.5, 1.6)], "After 64 tokens no draft has a speed."),
+        ([row(64, HF, 1.5, 1.6), row(64, STATIC, 1.5, 1.6)], "After 64 tokens no draft has a speed."),
     ],
 )
 def test_the_advice_follows_from_the_ranges(rows, said):
