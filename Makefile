@@ -102,8 +102,13 @@ test-cpu: $(READY) ## the numerical tests, with the instructions of an older pro
 	@echo "Running the numerical tests with the instructions of an older processor (SIMD=$(SIMD))."
 	$(OLDER_CPU) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -k "not triton" $(CPU_TESTS) $(ARGS)
 
-gpu: $(if $(GPU_PYTHON),,$(READY)) ## on an NVIDIA GPU: all measurements, then parity of every kernel and texts of all drafts
+gpu: $(if $(GPU_PYTHON),,$(READY)) ## on an NVIDIA GPU: SmolLM2, all measurements, then parity of every kernel and texts of all drafts
 	@$(GPU) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no NVIDIA GPU here")'
+	@if test -e runs/smollm2/config.json; then \
+		echo "Measuring drafts on SmolLM2 for seven minutes at most, into $(OUT)/gpu-smollm2."; \
+		REPEATS=3 PYTHON="$(GPU)" timeout 420 sh recipes/smollm2/gpu_figure.sh "$(OUT)/gpu-smollm2" \
+			|| echo "It failed, or did not end in time. What it measured is there."; \
+	else echo "SmolLM2 is left out: make smollm2 puts it into runs/smollm2."; fi
 	@echo "Measuring for nine minutes at most, into gpu.jsonl and gpu.md in $(OUT). Leave the machine alone meanwhile."
 	$(GPU) benchmarks/gpu.py --output "$(OUT)/gpu.jsonl" $(ARGS)
 	@echo "Comparing kernels on the GPU with the reference, and texts with generate(), for nine minutes at most, into gpu-tests.xml there."
