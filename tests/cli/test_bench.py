@@ -71,6 +71,9 @@ def test_no_column_vanishes_in_a_narrow_terminal(capsys):
     bench.show(rows)
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("generate", "no draft", "a-draft")) and "(1.00-1.50)" in shown
+    rows[-1]["method"] = "a-draft-of-a-long-name"
+    bench.show(rows)
+    assert all(line.endswith(("┓", "┃", "┩", "│", "┘")) for line in capsys.readouterr().out.splitlines())
 
 
 def call(method, turn, tokens, seconds, text="identical"):
