@@ -171,7 +171,8 @@ def gains(records: Sequence[Record], part: str) -> str:
         place = row["task"], row["tokens"]
         line = lines.setdefault(place, {"task": place[0].replace("_", " "), "tokens of the answer": place[1]})
         cell = f"{row['tokens_per_second'] / stock[place]:.2f}"
-        line[shown.get(row["method"], "")] = _mean("over_generate")(row) if "over_generate" in row else cell
+        if name := shown.get(row["method"]):
+            line[name] = _mean("over_generate")(row) if "over_generate" in row else cell
     heads = ["task"] + ["tokens of the answer"] * (part == "gains by length")
     return table(list(lines.values()), {name: name for name in [*heads, *shown.values()]})
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 import hf_longspec
 from hf_longspec import NgramDraftModel
+from tests.test_bound import CARDS
+from tests.test_rollouts import HOW, PROMPTS, target
 from tests.training.divided import shard_on_cpu
 
-CARDS = Path(__file__).resolve().parents[1] / "hub_cards"
-PROMPTS = ["one two three, one two", "a b c, a b c, a", "four five, four five", "the sea, the sea, the"]
 # The variables of accelerate's configuration of FSDP.
 SETTINGS = {
     "ACCELERATE_USE_FSDP": "true",
@@ -34,10 +34,8 @@ def main(draft_name, folder):
     tokenizer = AutoTokenizer.from_pretrained(CARDS / "tiny-target", padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(CARDS / "tiny-target", dtype=torch.float32)
-    sizes = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 24, "max_steps": 2}
-    how = {"report_to": [], "use_cpu": True, "bf16": False, "seed": 3, "logging_steps": 1, "save_strategy": "no"}
-    kept = []
+    model, kept = target(), []
+    settings = {"num_generations": 2, "max_completion_length": 24, "save_strategy": "no"}
 
     def reward(completions, **_):
         kept.extend(completions)
@@ -46,7 +44,7 @@ def main(draft_name, folder):
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
-        args=GRPOConfig(folder, **sizes, **how, learning_rate=1e-3),
+        args=GRPOConfig(folder, **HOW, **settings),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         processing_class=tokenizer,
     )

@@ -12,7 +12,6 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 from transformers import PreTrainedModel
 
 from hf_longspec import __version__
@@ -46,8 +45,6 @@ from .texts import around_a_message, as_message, cut_windows, encode, read_sourc
 
 # The first call of a method is slow, on a GPU for each length of a prompt.
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 8
-# Headings of columns of ratios.
-RATIOS = "x generate", "x no draft"
 # The --context of texts that are prompts as they are.
 WHOLE = "whole"
 # Verdicts, the worst first, with their styles: a row has the worst of its turns.
@@ -246,40 +243,22 @@ def rows_of(records: Iterable[Record]) -> list[Record]:
 
 def show(rows: Sequence[Record]) -> None:
     """Print one table of all contexts and methods."""
+    table = Table()
+    for heading in ("context", "draft", "tokens/s", "x generate", "x no draft", "tau", "text"):
+        justify: Any = "left" if heading in ("draft", "text") else "right"
+        # in a narrow terminal, long names go on in the next line
+        table.add_column(heading, justify=justify, no_wrap=heading != "draft", overflow="fold")
     names = {HF: "generate", STATIC: "static generate", PLAIN: "no draft"}
-    lines: list[tuple[Any, ...]] = [
-        (
+    for row in rows:
+        table.add_row(
             str(row["context"]),
             escape(names.get(row["method"]) or row["method"]),
             f"{row['tokens_per_second']['median']:.1f}" if "tokens_per_second" in row else "",
             *(_shown(row.get(f"ratio_to_{base}")) for base in ("generate", "no_draft")),
             f"{row['tau']:.2f}",
-            Text(row["text"], VERDICTS[row["text"]]),
+            f"[{VERDICTS[row['text']]}]{row['text']}[/]",
         )
-        for row in rows
-    ]
-    # In a narrow terminal, ranges and long names go into a second line, and no column vanishes. A cell has a space on
-    # both sides and a border.
-    headings = "context", "draft", "tokens/s", "x generate", "x no draft", "tau", "text"
-    least = {}
-    for heading, *cells in zip(headings, *lines, strict=True):
-        parts = [part for cell in cells for part in (cell.split() if heading in RATIOS else [cell])]
-        least[heading] = max(len(part) for part in (heading, *parts))
-    console, table = Console(highlight=False), Table()
-    room = console.width - sum(least.values()) + least["draft"] - 3 * len(headings) - 1
-    for heading in headings:
-        is_name = heading == "draft"
-        table.add_column(
-            heading,
-            justify="left" if heading in ("draft", "text") else "right",
-            no_wrap=not is_name and heading not in RATIOS,
-            min_width=None if is_name else least[heading],
-            max_width=max(len("no draft"), room) if is_name else None,
-            overflow="fold",
-        )
-    for line in lines:
-        table.add_row(*line)
-    console.print(table)
+    Console(highlight=False).print(table)
 
 
 def advice(rows: Sequence[Record]) -> str:
@@ -320,4 +299,4 @@ def _shown(ratio: Record | None) -> str:
     if ratio is None:
         return ""
     middle, low, high = (f"{ratio[name]:.2f}" for name in ("median", "low", "high"))
-    return middle if low == high else f"{middle} ({low}-{high})"
+    return middle if low == high else f"{middle}\n({low}-{high})"  # in one line the table would exceed 80 characters
