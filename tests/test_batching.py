@@ -13,7 +13,15 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_longspec import Batcher, Drafter, LongSpecDraftModel, NgramDraftModel, PlainDraftModel, PrefixCache
+from hf_longspec import (
+    Batcher,
+    Drafter,
+    LongSpecDraftModel,
+    NgramDraftModel,
+    PlainDraftModel,
+    PrefixCache,
+    TokenSwiftDraftModel,
+)
 from hf_longspec.batching import slots
 from hf_longspec.generation import target as of_target
 from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
@@ -337,10 +345,12 @@ def test_requests_are_fair_by_arrival_and_prompts_are_read_in_chunks_between_ste
     assert begins == sorted(begins)
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_a_draft_with_some_of_the_tokens(llama, sampled):
+@pytest.mark.parametrize(
+    ("kind", "sampled"), [(LongSpecDraftModel, False), (LongSpecDraftModel, True), (TokenSwiftDraftModel, True)]
+)
+def test_a_draft_with_some_of_the_tokens(llama, kind, sampled):
     """What it ranks are tokens of the target, whose noise and processors may differ between rows."""
-    draft = LongSpecDraftModel.from_target(llama, draft_vocab_size=VOCAB // 2)
+    draft = kind.from_target(llama, draft_vocab_size=VOCAB // 2)
     draft.set_vocabulary(list(range(VOCAB // 2)), llama)
     how = {"max_new_tokens": 20, "eos_token_id": NEVER, "do_sample": sampled}
     ids = [prompt(length) for length in (25, 9)]

@@ -13,6 +13,7 @@ from tests.tiny_targets import randomize, tiny_target
 
 LENGTHS = (33, 5, 19)
 PARTIAL = {"self_draft": "partial_kv", "partial_kv_budget": 27, "partial_kv_recent": 9, "tree_branching": [2, 3, 2]}
+REDUCED_HEADS = {"tree_branching": [1, 40, 1], "ngram_candidates": 2, "draft_vocab_size": 90}
 DFLASH = {"num_tree_nodes": 12, "block_size": 4, "markov_rank": 16, "window": 9}
 # The draft, and its compiled parts: its own functions, once of a whole tree and once where processors rank each level,
 # and the forwards by their contexts. Random heads are wide, so that some of what they say is accepted.
@@ -20,7 +21,7 @@ STEPS = {
     "eagle3": ("longspec_eagle3", {"tree_widths": [7, 5], "draft_vocab_size": 11}, {"Tree", "Level"}),
     "dflash": ("longspec_dflash", DFLASH, {"Tree", "Level"}),
     "gemma4_assistant": ("longspec_gemma4_assistant", {"tree_widths": [7, 5]}, {"Tree", "Level"}),
-    "verify_hidden": ("tokenswift", {"tree_branching": [1, 40, 1], "ngram_candidates": 2}, {"Levels", "HeadLogits"}),
+    "verify_hidden": ("tokenswift", REDUCED_HEADS, {"Levels", "HeadLogits"}),
     "dynamic": ("tokenswift", PARTIAL, {"Levels", "HeadLogits", SparseContext}),
     "full": ("tokenswift", PARTIAL | {"partial_kv_policy": "full"}, {"Levels", "HeadLogits", SparseContext}),
     "sequential": ("tokenswift", {"sequential": True, "tree_branching": [1, 20, 2]}, {"Levels", "HeadLogits"}),

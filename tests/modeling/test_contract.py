@@ -117,7 +117,7 @@ VARIANTS = [
     ("tokenswift", "llama", PARTIAL | NGRAMS | {"partial_kv_budget": 19}),
     ("tokenswift", "gemma3", PARTIAL | {"partial_kv_policy": "static", "tree_branching": [3, 1, 4]}),
     ("tokenswift", "deepseek_v3", PARTIAL | {"partial_kv_policy": "full", "tree_branching": [2]}),
-    ("tokenswift", "gpt_oss", {"sequential": True, "tree_branching": [1, 6, 3]}),
+    ("tokenswift", "gpt_oss", {"sequential": True, "tree_branching": [1, 6, 3], "draft_vocab_size": 7}),
     ("tokenswift", "deepseek_v3", NGRAMS),
     ("longspec_eagle3", "gpt_oss", {"draft_vocab_size": 7, "tree_widths": [1, 1, 1]}),
     ("longspec_eagle3", "llama", NGRAMS),

@@ -14,8 +14,9 @@ from transformers.utils import logging
 
 from ...generation.draft_tree import Beam
 from ...generation.drafter import Binding, Verification
-from ...generation.target_modules import PartOfHead, TargetParts
+from ...generation.target_modules import TargetParts
 from ..shared.beams import CacheReader, PrefixStates, Tensors
+from ..shared.vocabulary import part_of_head
 
 logger = logging.get_logger(__name__)
 
@@ -32,8 +33,7 @@ class LongSpecDrafter(CacheReader):
         self.block = self.draft.block
         self.head: Any = self.parts.head
         if self.draft.d2t is not None:
-            self.head = binding.part((PartOfHead, self.device), lambda: PartOfHead(self.parts, self.draft.token_ids))
-            self.head.renew()
+            self.head = part_of_head(self.draft, self.parts, binding)
         self.read_layers, self.read_window = (self.parts.kv_layer,), draft.setting("cross_attention_window")
         sizes = (config.num_key_value_heads, config.head_dim)
         shape = (config.window, self.num_nodes, binding.cache.batch_size, *sizes, self.dtype, self.device)

@@ -97,6 +97,7 @@ class LongSpecDraftModel(VocabularyDraftModel):
 
     config_class = LongSpecConfig
     drafter_class = LongSpecDrafter
+    sized_by_vocabulary = False
     _no_split_modules = ["LongSpecBlock"]
     settings: ClassVar[dict[str, Any]] = {
         "tree_widths": WIDTHS,
@@ -131,13 +132,6 @@ class LongSpecDraftModel(VocabularyDraftModel):
         if copies:
             copy_layers(draft.block, target, draft.config.kv_layer)
         return draft
-
-    def set_vocabulary(self, token_ids: Sequence[int], target: PreTrainedModel | None = None) -> None:
-        """Choose the tokens that the draft proposes; any draft may get or change them, as no weight depends on them."""
-        if self.config.draft_vocab_size != len(token_ids):
-            self.config.draft_vocab_size = len(token_ids)
-            self.d2t = torch.zeros(len(token_ids), dtype=torch.long, device=self.device)
-        super().set_vocabulary(token_ids, target)
 
     def place(self, target: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
         """Return device and dtype of the target's layer that is read."""

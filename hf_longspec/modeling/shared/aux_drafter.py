@@ -13,8 +13,9 @@ import torch
 
 from ...generation.draft_tree import Beam
 from ...generation.drafter import Binding, Verification
-from ...generation.target_modules import LayerInputs
+from ...generation.target_modules import LayerInputs, TargetEnds
 from .beams import BeamDrafter, Tensors, WindowRing
+from .vocabulary import part_of_head
 
 
 class Entries(NamedTuple):
@@ -112,6 +113,9 @@ class AuxDrafter(BeamDrafter):
         self.window = min(draft.prompt_tokens, binding.max_length)
         self.sinks = min(draft.setting("sinks"), binding.max_length)
         self.rotary = self.make_rotary()
+        reads_part = getattr(self.draft, "d2t", None) is not None and self.draft.lm_head is None
+        ends = TargetEnds(binding.target.model)
+        self.part_of_head = part_of_head(self.draft, ends, binding) if reads_part else None
         self._prompts: PromptAuxHiddenStates | None = None
         self.pending: Entries | None = None
 
@@ -130,7 +134,9 @@ class AuxDrafter(BeamDrafter):
 
     def head(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return logits `(B, n, draft vocabulary)` of normalised outputs `(B, n, hidden)`."""
-        return self.draft.logits(outputs, self.binding.target.model)
+        if self.part_of_head is None or self.part_of_head.weight is None:
+            return self.draft.logits(outputs, self.binding.target.model)
+        return torch.nn.functional.linear(outputs, self.part_of_head.weight, self.part_of_head.bias)
 
     @property
     def tree_slots(self) -> int:

@@ -24,6 +24,7 @@ from ...generation.drafter import Binding, Drafter
 from ...generation.target import FixedStep, GraphKey
 from ...generation.target_modules import written
 from .sparse_caches import SINK_TOKENS, select_window
+from .vocabulary import of_all_tokens
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -267,8 +268,7 @@ class BeamDrafter(Drafter):
                     break
                 continue
             # noise and processors are those of the target's tokens
-            everywhere = logits.new_full((*logits.shape[:-1], self.binding.target.vocab_size), -torch.inf)
-            logits = everywhere.index_copy(2, token_ids, logits)
+            logits = of_all_tokens(logits, token_ids, self.binding.target.vocab_size)
             beam.grow(self.coupling.scores(logits, known, depth, beam.paths), width)
         if gate is not None:
             beam.cut(gate.kept())

@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
+from ...generation.drafter import Binding
+from ...generation.target_modules import PartOfHead, TargetEnds
 from ..base import DraftModel
 from ..configuration_base import DraftConfig
 
@@ -26,6 +28,7 @@ class VocabularyConfig(DraftConfig):
 class VocabularyDraftModel(DraftModel):
     """Base of the drafts whose vocabulary may be reduced. Subclasses call `add_vocabulary`."""
 
+    sized_by_vocabulary: ClassVar[bool] = True  # whether weights have a row for each token of a reduced vocabulary
     d2t: torch.Tensor | None
 
     def add_vocabulary(self, config: Any) -> None:
@@ -41,15 +44,18 @@ class VocabularyDraftModel(DraftModel):
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def set_vocabulary(self, token_ids: Sequence[int], target: PreTrainedModel | None = None) -> None:
-        """Choose the tokens that a draft with a reduced vocabulary proposes, such as the most frequent ones.
+        """Choose the tokens that the draft proposes, such as the most frequent ones.
 
         Args:
-            token_ids (`Sequence[int]`): As many different ids as `draft_vocab_size`.
+            token_ids (`Sequence[int]`): Different ids, as many as `draft_vocab_size` if weights depend on their number.
             target (`PreTrainedModel`, *optional*): The target, whose rows are copied into a head of the draft's own.
 
         Raises:
             ValueError: If the number of ids is another one, or an id is outside of the vocabulary or repeated.
         """
+        if not self.sized_by_vocabulary and self.config.draft_vocab_size != len(token_ids):
+            self.config.draft_vocab_size = len(token_ids)
+            self.d2t = torch.zeros(len(token_ids), dtype=torch.long, device=self.device)
         ids = sorted({int(token) for token in token_ids})
         size = self.config.draft_vocab_size
         if len(ids) != size or len(ids) != len(token_ids) or ids[0] < 0 or ids[-1] >= self.config.vocab_size:
@@ -71,3 +77,16 @@ class VocabularyDraftModel(DraftModel):
             return 0
         vocabulary = set(self.token_ids.tolist())
         return sum(token not in vocabulary for row in rows for token in row)
+
+
+def part_of_head(draft: Any, ends: TargetEnds, binding: Binding) -> PartOfHead:
+    """Return the target's head for the tokens of a draft. The copy of their rows is kept for later calls."""
+    part: PartOfHead = binding.part((PartOfHead, draft.device), lambda: PartOfHead(ends, draft.token_ids))
+    part.renew()
+    return part
+
+
+def of_all_tokens(logits: torch.Tensor, token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return logits `(..., vocab_size)` of the target's tokens from `(..., draft vocabulary)`; others have -inf."""
+    everywhere = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    return everywhere.index_copy(-1, token_ids, logits)

@@ -26,8 +26,9 @@ from ...generation.draft_tree import DraftTree, num_static_nodes, static_tree
 from ...generation.drafter import Binding, Drafter, Verification, last_of
 from ...generation.sampling import Coupling
 from ...generation.target import FixedStep, TargetView
-from ...generation.target_modules import TargetEnds
+from ...generation.target_modules import PartOfHead, TargetEnds
 from ..shared.sparse_caches import SINK_TOKENS, CompactCache, gather_entries
+from ..shared.vocabulary import of_all_tokens, part_of_head
 
 POLICIES = ("dynamic", "static", "full")
 
@@ -210,6 +211,7 @@ class TokenSwiftDrafter(Drafter):
         # Graphs hold the addresses of the heads' weights: those of a copy are dropped with it.
         self._holder = draft.placed_at(draft.place(binding.target.model))
         self.heads, self.ends = self._holder.heads, TargetEnds(binding.target.model)
+        self.part_of_head = None if draft.d2t is None else part_of_head(self._holder, self.ends, binding)
         self.coupling = binding.coupling()
         self.wants_hidden = draft.setting("self_draft") == "verify_hidden"
         self.partial = None if self.wants_hidden else self._partial_cache()
@@ -279,13 +281,15 @@ class TokenSwiftDrafter(Drafter):
     def _rank(self, root: torch.Tensor, hidden: torch.Tensor, *target_logits: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the candidates of every level, see [`Levels`], computed in one graph if possible."""
         inputs, known = (root, hidden, *target_logits), self.coupling.known(len(self.widths))
-        settings = self.heads, self.ends, self.coupling, tuple(self.widths), len(target_logits)
-        levels, steps = Levels(self.draft, self._holder, *settings), self.binding.target.steps
+        vocabulary = self.part_of_head, self.binding.target.vocab_size
+        settings = self.heads, self.ends, *vocabulary, self.coupling, tuple(self.widths), len(target_logits)
+        holder = self._holder if self._holder is not self.draft else self.part_of_head or self.draft
+        levels, steps = Levels(self.draft, holder, *settings), self.binding.target.steps
         found = steps.run(levels, *inputs, *known) if self.coupling.fits_graphs else None
         if found is not None:
             return cast(Sequence[torch.Tensor], found)
         if not self.heads.sequential:
-            levels.logits = steps.run(HeadLogits(self.draft, self._holder, *settings), *inputs)
+            levels.logits = steps.run(HeadLogits(self.draft, holder, *settings), *inputs)
         return levels.run(*inputs, *known)
 
     def _partial_cache(self) -> PartialCache:
@@ -309,10 +313,12 @@ def _last_hidden(hidden: torch.Tensor, path: torch.Tensor, counts: torch.Tensor)
 
 @dataclass(eq=False)
 class HeadLogits(FixedStep):
-    """Logits `(levels, B, vocab)` of all heads, which are not sequential."""
+    """Logits `(levels, B, draft vocabulary)` of all heads, which are not sequential."""
 
     heads: Any  # the heads of the draft
     ends: TargetEnds  # embedding and head of the target
+    part_of_head: PartOfHead | None  # its head for the draft's tokens, if these are not all
+    vocab_size: int  # number of the target's tokens
     coupling: Coupling  # by which noise candidates are ranked
     widths: tuple[int, ...]  # number of candidates of each level
     num_own: int  # number of levels that the target's own logits decide: 0 or 1
@@ -324,8 +330,12 @@ class HeadLogits(FixedStep):
     def run(self, *inputs: torch.Tensor) -> Any:
         """Compute from the inputs of [`Levels`]."""
         states = self.heads(inputs[1][:, None])[: len(self.widths) - self.num_own, :, 0]
-        logits = self.ends.head(states.transpose(0, 1))  # rows first: each may have an adapter of its own
+        logits = self.logits_of(states.transpose(0, 1))  # rows first: each may have an adapter of its own
         return logits.transpose(0, 1)
+
+    def logits_of(self, states: torch.Tensor) -> torch.Tensor:
+        """Return logits `(..., draft vocabulary)` of normalised states `(..., hidden)`."""
+        return (self.part_of_head or self.ends.head)(states)
 
 
 @dataclass(eq=False)
@@ -336,7 +346,7 @@ class Levels(HeadLogits):
     Other heads do not depend on drafted tokens, so n is 1: all nodes have the same children, ranked for the best path.
     """
 
-    logits: torch.Tensor | None = None  # `(levels, B, vocab)` of the heads, if they are computed
+    logits: torch.Tensor | None = None  # `(levels, B, draft vocabulary)` of the heads, if they are computed
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Compute from roots `(B,)`, hidden states `(B, hidden)`, `num_own` logits `(B, vocab)`, noise and texts.
@@ -356,9 +366,13 @@ class Levels(HeadLogits):
             else:
                 head = heads.layers[depth - self.num_own]
                 states = head(states, ends.embed(nodes).to(states))
-                scores = ends.head(head.post_layernorm(states))
+                scores = self.logits_of(head.post_layernorm(states))
+            part = self.part_of_head if depth >= self.num_own else None
+            if part is not None and not self.coupling.is_plain:  # noise and processors are those of the target's tokens
+                scores, part = of_all_tokens(scores, part.token_ids, self.vocab_size), None
             scores = self.coupling.scores(scores, known, depth, paths)
-            best = scores.topk(width).indices.to(root.device)  # [B, n, width]
+            best = scores.topk(width).indices  # [B, n, width]
+            best = (best if part is None else part.token_ids[best]).to(root.device)
             levels.append(best.flatten(1))
             followed = best if heads.sequential else best[..., :1]
             states, nodes = states.repeat_interleave(followed.shape[2], 1), followed.flatten(1)

@@ -10,18 +10,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...generation.draft_tree import num_static_nodes
 from ...generation.target import TargetView
 from ...generation.target_modules import final_norm_of, refuse_compiled_forward
-from ..base import DraftModel, refuse_masked
-from ..configuration_base import DraftConfig, text_config
+from ..base import refuse_masked
+from ..configuration_base import text_config
 from ..settings import Setting
 from ..shared.sparse_caches import SINK_TOKENS
+from ..shared.vocabulary import VocabularyConfig, VocabularyDraftModel
 from .generation_tokenswift import POLICIES, SELF_DRAFTS, TokenSwiftDrafter
 
 
-class TokenSwiftConfig(DraftConfig):
+class TokenSwiftConfig(VocabularyConfig):
     """Configuration of [`TokenSwiftDraftModel`]: number and kind of its heads."""
 
     model_type = "tokenswift"
-    sizes: ClassVar[dict[str, tuple[int, int]]] = {"num_heads": (1, 2**8)}
+    sizes: ClassVar[dict[str, tuple[int, int]]] = VocabularyConfig.sizes | {"num_heads": (1, 2**8)}
 
     hidden_size: int = 0  # width of the target's residual stream
     num_heads: int = 3  # number of heads. Head i predicts the token i places after the one that the target predicts.
@@ -49,7 +50,7 @@ class TokenSwiftConfig(DraftConfig):
         return super().from_target(target, **(values | overrides))
 
 
-class TokenSwiftDraftModel(DraftModel):
+class TokenSwiftDraftModel(VocabularyDraftModel):
     """A few small heads on the input of the target's final norm, each of which predicts one more token ahead.
 
     The language-model head is the target's and not part of the draft. The heads of the paper depend on the text up to
@@ -66,6 +67,7 @@ class TokenSwiftDraftModel(DraftModel):
 
     config_class = TokenSwiftConfig
     drafter_class = TokenSwiftDrafter
+    sized_by_vocabulary = False
     _no_split_modules = ["TokenSwiftHead"]
     settings: ClassVar[dict[str, Any]] = {
         "self_draft": Setting(
@@ -95,6 +97,7 @@ class TokenSwiftDraftModel(DraftModel):
     def __init__(self, config: TokenSwiftConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         self.heads = TokenSwiftHeads(config)
+        self.add_vocabulary(config)
         self.generation_config.update(tree_branching=self.settings["tree_branching"][: config.num_heads + 1])
         self.post_init()
 
@@ -139,9 +142,10 @@ class TokenSwiftDraftModel(DraftModel):
                 "chained=False."
             )
         branching = self.setting("tree_branching")
-        if max(branching) > target.vocab_size:
+        most = self.config.draft_vocab_size or target.vocab_size
+        if max(branching) > most:
             raise ValueError(
-                f"tree_branching={branching!r}: a node has at most {target.vocab_size} children, the size of the "
+                f"tree_branching={branching!r}: a node has at most {most} children, the size of the draft's "
                 "vocabulary. Use smaller numbers."
             )
         fewest = 2 if self.setting("self_draft") == "verify_hidden" else 1

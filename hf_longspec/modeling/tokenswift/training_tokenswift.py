@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ...training.arguments import DraftTrainingArguments
-from ...training.data import IGNORED
 from ...training.methods import LevelsMethod, counted
 
 
@@ -29,7 +28,7 @@ class TokenSwiftMethod(LevelsMethod):
     def run(self, model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the heads; the counts are hits and predicted tokens."""
         tokens, labels = inputs["input_ids"], inputs["labels"][:, 1:]
-        rows, places = (labels != IGNORED).nonzero(as_tuple=True)  # the target predicts these tokens here
+        rows, places = self.is_trained(labels).nonzero(as_tuple=True)  # the target predicts these tokens here
         heads = torch.arange(1, 1 + self.draft.config.num_heads, device=tokens.device)[:, None]
         counts = places >= heads  # head i predicts them i tokens earlier
         embedded = {"embedded": self.ends.embed(tokens)} if self.draft.config.sequential else {}

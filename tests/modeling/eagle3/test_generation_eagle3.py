@@ -12,6 +12,7 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.target_modules import LayerInputs
 from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter
 from hf_longspec.modeling.shared.aux_drafter import PromptAuxHiddenStates
+from hf_longspec.modeling.shared.aux_hidden_states import AuxDraftModel
 from tests.modeling.calls import LENGTHS, generate
 from tests.modeling.eagle3.residual_stream import residual_stream
 from tests.pairwise import few
@@ -140,6 +141,22 @@ def test_auxiliary_states_are_hidden_states(target, chunk):
     torch.testing.assert_close(kept, expected, **rounding(expected, model.config.num_hidden_layers))
     held = sum(piece.untyped_storage().nbytes() for rows in aux._pieces for row in rows for _, piece in row)
     assert held == 3 * len(positions) * 64 * 4  # nothing of the other positions is in memory
+
+
+def test_a_reduced_vocabulary_reads_only_its_rows_of_the_targets_head(target, monkeypatch):
+    model, drafters = target("llama"), []
+    draft = draft_for(model, draft_vocab_size=5)
+    draft.set_vocabulary([1, 3, 4, 6, 10])
+    outputs = torch.randn(2, 3, draft.config.hidden_size)
+    expected = model.lm_head(outputs)[..., [1, 3, 4, 6, 10]].detach()
+    monkeypatch.delattr(AuxDraftModel, "logits")  # of all rows
+    after(monkeypatch, Eagle3Drafter, "propose", lambda tree, drafter, root: drafters.append(drafter))
+    generate(model, draft, (33,))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(3)
+    generate(model, draft, (33,))
+    tolerance = rounding(expected, layers=1)
+    torch.testing.assert_close(drafters[-1].head(outputs), 3 * expected, **tolerance)
 
 
 def test_tokens_outside_of_the_drafts_vocabulary_are_counted(target):

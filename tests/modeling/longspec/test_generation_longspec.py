@@ -5,13 +5,12 @@ import random
 import pytest
 import torch
 
-from hf_longspec import LongSpecDraftModel
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
 from tests.modeling.calls import LENGTHS, NEVER, check_sampled_text, check_text, generate
 from tests.modeling.longspec.restated_longspec import Restated
 from tests.rounding import rounding
-from tests.tiny_targets import random_longspec_draft, tiny_target
+from tests.tiny_targets import random_longspec_draft, random_tokenswift_draft, tiny_target
 
 # a random draft hits one token of 128; wide levels make it hit often enough that paths of several nodes are accepted
 WIDE = [40, 40, 40]
@@ -121,14 +120,15 @@ def test_a_reduced_vocabulary(recorded):
     check_text(model, draft, max_new_tokens=14, do_sample=True)
 
 
-def test_any_draft_may_get_another_vocabulary(tmp_path):
+@pytest.mark.parametrize("kind", ["longspec", "tokenswift"])
+def test_drafts_without_rows_of_tokens_may_get_another_vocabulary(tmp_path, kind):
     model = tiny_target("llama", vocab_size=31)
-    draft = noisy_draft(model, tree_widths=[3, 2])
+    draft = noisy_draft(model, tree_widths=[3, 2]) if kind == "longspec" else random_tokenswift_draft(model)
     assert "d2t" not in draft.state_dict() and draft.config.draft_vocab_size is None
     for ids in ([2, 3, 5, 7, 30], [1, 4, 6]):
         draft.set_vocabulary(ids)
         draft.save_pretrained(tmp_path)
-        loaded = LongSpecDraftModel.from_pretrained(tmp_path, target=model)
+        loaded = type(draft).from_pretrained(tmp_path, target=model)
         assert loaded.token_ids.tolist() == ids and loaded.config.draft_vocab_size == len(ids)
         check_sampled_text(model, loaded, max_new_tokens=9)
     with pytest.raises(ValueError, match="2 token ids, 1 of them distinct"):

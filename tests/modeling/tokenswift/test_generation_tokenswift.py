@@ -1,5 +1,6 @@
 """TokenSwift's drafter: every branch can be accepted, and the heads draft from the state at the last accepted token."""
 
+import random
 from itertools import product
 
 import pytest
@@ -60,21 +61,25 @@ def test_every_branch_can_be_accepted(plain_run, watch, mode):
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "sequential"),
+    ("name", "mode", "sequential", "tokens"),
     [
-        ("llama", "full", False),
-        ("cohere2", "verify_hidden", False),
-        ("deepseek_v3", "full", False),
-        ("llama", "verify_hidden", True),
-        ("gemma2", "full", True),
-        ("granite", "verify_hidden", True),
+        ("llama", "full", False, None),
+        ("cohere2", "verify_hidden", False, 11),
+        ("deepseek_v3", "full", False, None),
+        ("llama", "verify_hidden", True, None),
+        ("gemma2", "full", True, 7),
+        ("granite", "verify_hidden", True, 9),
     ],
 )
-def test_candidates_are_the_best_of_each_head_at_the_last_accepted_token(plain_run, watch, name, mode, sequential):
+def test_candidates_are_the_best_of_each_head_at_the_last_accepted_token(
+    plain_run, watch, name, mode, sequential, tokens
+):
     """Every node's children against a forward over the whole text and heads restated in float64."""
     run = plain_run(name, LENGTHS, max_new_tokens=10, eos_token_id=NEVER)
     settings = MODES[mode] | {"tree_branching": [2, 3, 1, 2], "sequential": sequential}
     draft = random_tokenswift_draft(run.model, **settings)
+    if tokens is not None:
+        draft.set_vocabulary(random.Random(tokens).sample(range(run.model.config.vocab_size), tokens))
     assert run.again(draft).tolist() == run.sequences.tolist()
     ends, own = TargetEnds(run.model), int(mode == "full")
     layers = run.model.config.num_hidden_layers + draft.config.num_heads
@@ -86,7 +91,8 @@ def test_candidates_are_the_best_of_each_head_at_the_last_accepted_token(plain_r
         embedded = torch.cat([hidden[None], ends.embed(torch.tensor([path]))[0]]) if sequential else None
         sizes = len(path), draft.config.rms_norm_eps, draft.config.chained
         states = restated_heads(draft.state_dict(), "heads.layers.", hidden.expand(len(path) + 1, -1), *sizes, embedded)
-        return ends.head(states[-1, 0].float())
+        logits = ends.head(states[-1, 0].float())
+        return torch.full_like(logits, -torch.inf).index_copy(0, draft.token_ids, logits[draft.token_ids])
 
     checked = 0
     for record in watch[:3]:
