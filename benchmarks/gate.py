@@ -71,6 +71,7 @@ class SteppedRun:
             self.session.seed(tails)
         self.seconds: list[float] = []  # after each emitted token but the first, since then
         self.cpu_seconds: list[float] = []
+        self.speculating: list[float] = []  # of each iteration that verified drafted tokens
 
     def attention(self) -> ExitStack:
         """Return the context of steps."""
@@ -83,14 +84,20 @@ class SteppedRun:
     def text(self) -> list[int]:
         return self.session.sequences.generated[0].tolist()
 
+    @property
+    def _drafted(self) -> int:
+        return self.session.stats.num_draft_tokens
+
     @torch.no_grad()
     def advance(self, tokens: int) -> None:
         """Decode until so many tokens are out."""
         with self.attention():
             while not self.session.sequences.finished and len(self.session.sequences.generated[0]) < tokens:
-                before = len(self.text), time.perf_counter(), time.process_time()
+                before, drafted = (len(self.text), time.perf_counter(), time.process_time()), self._drafted
                 self.session.iterate()
                 new = len(self.text) - before[0]
+                if self._drafted > drafted:
+                    self.speculating.append(time.perf_counter() - before[1])
                 for list_, clock, start in (
                     (self.seconds, time.perf_counter, before[1]),
                     (self.cpu_seconds, time.process_time, before[2]),
@@ -171,6 +178,9 @@ def measure(
                 row |= {"seconds": run.seconds[last], "cpu": run.cpu_seconds[last], "count": last + 1}
                 row |= {"tau": stats.mean_acceptance_length, "nodes": stats.mean_num_nodes, "said": stats.speedup}
                 row |= {"expected": stats.num_expected_tokens, "emitted": stats.num_emitted_tokens}
+                step = runs[PLAIN].seconds[-1] / len(runs[PLAIN].seconds)
+                spent = run.speculating if isinstance(run, SteppedRun) else []
+                row["cost"] = sum(spent) / len(spent) / step if spent else float("nan")
                 rows.append(row | {"plain": stats.num_plain_steps})
     table = pd.DataFrame(rows)
     for length in lengths:
@@ -182,6 +192,8 @@ def measure(
             if stock:
                 generate = of_length.xs(next(iter(STOCK)), axis=1, level=1)
                 over = {"over_generate": mean_interval(list(generate.seconds / own.seconds))}
+            if own.cost.notna().any():  # of the texts in which it drafted
+                over["cost"] = significant(own.cost.mean())
             results.write(
                 "gate",
                 **labels,

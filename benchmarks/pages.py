@@ -131,6 +131,7 @@ GATE: Columns = {
     "over no draft": _speedup("speedup"),
     "in CPU time": _speedup("cpu_speedup"),
     "tau": "{tau:.2f}",
+    "cost": lambda row: f"{row['cost']:.2f}" if "cost" in row else "",
     "nodes": "{nodes:.1f}",
     "plain steps": "{plain_steps:.0f}",
     "expected / real tokens": "{expected_over_emitted:.2f}",
@@ -138,15 +139,16 @@ GATE: Columns = {
 }
 GATE_QUOTED = (
     *("task or context", "threads", "temperature", "tokens", "draft"),
-    *("over generate", "over no draft", "tau", "nodes", "expected / real tokens", "same text"),
+    *("over generate", "over no draft", "tau", "cost", "nodes", "expected / real tokens", "same text"),
 )
 
 
 def gate_table(records: Sequence[Record], names: Iterable[str]) -> str:
-    """Return these columns; without plain `generate`, none of it."""
+    """Return these columns, without those of measurements that no record has."""
     rows = of_kind(records, "gate")
-    has_stock = any("over_generate" in row for row in rows)
-    return table(rows, {name: GATE[name] for name in names if has_stock or name != "over generate"})
+    optional = {"over generate": "over_generate", "cost": "cost"}
+    missing = {name for name, key in optional.items() if not any(key in row for row in rows)}
+    return table(rows, {name: GATE[name] for name in names if name not in missing})
 
 
 STOCK = "generate"  # as benchmarks/gate.py names it

@@ -78,6 +78,7 @@ def test_gate(target, prompts, run):
     assert by_name[PLAIN]["speedup"]["mean"] == 1 and by_name[PLAIN]["plain_steps"] == 0
     assert by_name["random LongSpec"]["plain_steps"] >= 2  # a call begins with them
     assert by_name["random LongSpec" + FIXED]["plain_steps"] == 0
+    assert by_name["random LongSpec" + FIXED]["cost"] > 0 and "cost" not in by_name[PLAIN]
 
 
 def test_long_generation(target, prompts, run):
