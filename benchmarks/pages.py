@@ -156,7 +156,8 @@ STOCK = "generate"  # as benchmarks/gate.py names it
 
 # Columns of the tables of gains, by the methods of gate.py. SpecAttn with all bits reads what a plain step reads.
 GAINS = {PLAIN: "no draft", "n-grams": "n-grams", "generate, prompt lookup": "prompt lookup of transformers"}
-MORE_GAINS = GAINS | {"smollm2-135m-longspec": "LongSpec", "SpecAttn, int4": "SpecAttn, 4-bit weights"}
+TRAINED = {"smollm2-135m-longspec": "LongSpec", "smollm2-135m-tokenswift": "TokenSwift"}
+MORE_GAINS = GAINS | TRAINED | {"SpecAttn, int4": "SpecAttn, 4-bit weights"}
 
 
 def gains(records: Sequence[Record], part: str) -> str:
@@ -176,7 +177,8 @@ def gains(records: Sequence[Record], part: str) -> str:
         if name := shown.get(row["method"]):
             line[name] = _mean("over_generate")(row) if "over_generate" in row else cell
     heads = ["task"] + ["tokens of the answer"] * (part == "gains by length")
-    return table(list(lines.values()), {name: name for name in [*heads, *shown.values()]})
+    measured = [name for name in shown.values() if any(name in line for line in lines.values())]
+    return table(list(lines.values()), {name: name for name in [*heads, *measured]})
 
 
 ROLLOUTS: Columns = {
