@@ -64,13 +64,17 @@ def measure(draft: Any, target: PreTrainedModel, rows: Iterable[Any], encoder: D
     """Continue a few rows with the draft and without; `None` if they are too short, or the target ends them at once."""
     began, with_draft, without = time.perf_counter(), [], []
     plain = PlainDraftModel.from_target(target)
+    how: dict[str, Any] = {"gate": False} if "gate" in draft.settings else {}
+    if "tree_branching" in draft.settings and target.device.type == "cpu":
+        # a chain, the default of other drafts there: most trees do not pay, and the gate takes the part that does
+        how["tree_branching"] = [1] * len(draft.setting("tree_branching"))
     for row in islice(rows, MOST_PROMPTS):
         tokens = encoder(row)[0]
         prompt = tokens[None, : min(PROMPT_TOKENS, len(tokens) // 2)]
         if prompt.shape[1] < LEAST_TOKENS:
             continue
         inputs = prompt, torch.ones_like(prompt)
-        with changed(draft, {"gate": False} if "gate" in draft.settings else {}):
+        with changed(draft, how):
             with_draft.append(run_call(target, draft, inputs, tokens=NEW_TOKENS, seed=0))
         without.append(run_call(target, plain, inputs, tokens=NEW_TOKENS, seed=0))
         if time.perf_counter() - began > MOST_SECONDS:

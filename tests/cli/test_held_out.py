@@ -3,12 +3,14 @@
 import torch
 from datasets import Dataset
 
-from hf_longspec import LongSpecDraftModel
+from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
 from hf_longspec.cli import held_out
 from hf_longspec.cli.held_out import HeldOut, measure, split
+from hf_longspec.modeling.tokenswift.generation_tokenswift import TokenSwiftDrafter
 from hf_longspec.training import DraftTrainingArguments, TokenWindows
 from hf_longspec.training.data import DocumentEncoder
 from tests.tiny_targets import tiny_target
+from tests.watching import before
 
 
 def test_the_last_rows_are_held_out():
@@ -46,6 +48,17 @@ def test_tau_is_that_of_decoding_the_rows(tmp_path, monkeypatch):
     measured = measure(draft, target, [*rows, {"input_ids": torch.arange(3, 10)}], encoder)
     assert (measured.tau, measured.texts) == (1.0, 2) and measured.pays_from > 0
     assert measure(draft, target, [{"input_ids": torch.arange(3, 10)}], encoder) is None
+
+
+def test_heads_are_measured_as_a_chain_on_a_cpu(tmp_path, monkeypatch):
+    """As their tree of 40 nodes takes several steps there."""
+    target, widths = tiny_target("llama", vocab_size=260), []
+    heads = TokenSwiftDraftModel.from_target(target)
+    branching = heads.generation_config.tree_branching
+    before(monkeypatch, TokenSwiftDrafter, "propose", lambda drafter, root: widths.append(list(drafter.largest)))
+    measure(heads, target, [{"input_ids": torch.arange(3, 40)}], DocumentEncoder(DraftTrainingArguments(str(tmp_path))))
+    assert widths and set(map(tuple, widths)) == {(1, 1, 1)}
+    assert heads.generation_config.tree_branching == branching == [1, 3, 3, 3]
 
 
 def test_only_a_draft_that_does_not_pay_has_a_warning():
