@@ -161,7 +161,7 @@ MORE_GAINS = GAINS | TRAINED | {"SpecAttn, int4": "SpecAttn, 4-bit weights"}
 
 
 def gains(records: Sequence[Record], part: str) -> str:
-    """Return speeds divided by that of plain `generate`, a line per task.
+    """Return speeds divided by that of plain `generate`, a line per task or context.
 
     `part` is `gains`, for the longest answers and the first columns, `all gains`, or `gains by length`.
     """
@@ -169,14 +169,15 @@ def gains(records: Sequence[Record], part: str) -> str:
     if part != "gains by length":
         rows = [row for row in rows if row["tokens"] == max(row["tokens"] for row in rows)]
     stock = {(row["task"], row["tokens"]): row["tokens_per_second"] for row in rows if row["method"] == STOCK}
+    head = "tokens before" if all(row["task"].isdecimal() for row in rows) else "task"
     lines: dict[tuple[str, int], dict[str, Any]] = {}
     for row in rows:
         place = row["task"], row["tokens"]
-        line = lines.setdefault(place, {"task": place[0].replace("_", " "), "tokens of the answer": place[1]})
+        line = lines.setdefault(place, {head: place[0].replace("_", " "), "tokens of the answer": place[1]})
         cell = f"{row['tokens_per_second'] / stock[place]:.2f}"
         if name := shown.get(row["method"]):
             line[name] = _mean("over_generate")(row) if "over_generate" in row else cell
-    heads = ["task"] + ["tokens of the answer"] * (part == "gains by length")
+    heads = [head] + ["tokens of the answer"] * (part == "gains by length")
     measured = [name for name in shown.values() if any(name in line for line in lines.values())]
     return table(list(lines.values()), {name: name for name in [*heads, *measured]})
 

@@ -15,7 +15,7 @@ OUT=$1
 shift
 PYTHON=${PYTHON:-python3}
 TARGET=${TARGET:-runs/smollm2}
-DRAFTS=${DRAFTS:-ngram specattn self-int4 hub_cards/smollm2-135m-longspec}
+DRAFTS=${DRAFTS:-ngram specattn self-int4 hub_cards/smollm2-135m-longspec hub_cards/smollm2-135m-tokenswift}
 CONTEXTS=${CONTEXTS:-1k,4k,8000}
 BATCHES=${BATCHES:-1 8}
 
