@@ -30,7 +30,10 @@ from .texts import as_message, encode, read_source
 HOME = Path(__file__).resolve().parents[2]
 # Folders of targets in a checkout, and of their trained drafts in hub_cards/. `make smollm2` writes the first one.
 SMOLLM2, TINY_TARGET = "runs/smollm2", "hub_cards/tiny-target"
-DRAFTS = {SMOLLM2: ("smollm2-135m-longspec",), TINY_TARGET: ("tiny-tokenswift", "tiny-longspec")}
+DRAFTS = {
+    SMOLLM2: ("smollm2-135m-tokenswift", "smollm2-135m-longspec"),
+    TINY_TARGET: ("tiny-tokenswift", "tiny-longspec"),
+}
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
 TAIL_CHARACTERS = 300  # of the prompt, shown before its continuation
 # What a chat model is asked about: functions of a module that every Python has, `statistics`. The first answer copies
