@@ -298,6 +298,7 @@ def main(arguments: list[str] | None = None) -> None:
         if args.questions:
             cells += questions(args.target, args.questions, max(args.contexts), args.texts).items()
         if not cells:
+            model.generation_config.eos_token_id = None  # a chat model soon ends a text that is no answer
             tokens, _ = harness.load_prompts(args.target, args.data, max(args.contexts), args.texts)
             cells = [(str(context), [row[None, :context] for row in tokens]) for context in sorted(args.contexts)]
         for label, prompts in cells:

@@ -155,8 +155,10 @@ STOCK = "generate"  # as benchmarks/gate.py names it
 
 
 # Columns of the tables of gains, by the methods of gate.py. SpecAttn with all bits reads what a plain step reads.
-GAINS = {PLAIN: "no draft", "n-grams": "n-grams", "generate, prompt lookup": "prompt lookup of transformers"}
-TRAINED = {"smollm2-135m-longspec": "LongSpec", "smollm2-135m-tokenswift": "TokenSwift"}
+HEADS_AND_NGRAMS = {"smollm2-135m-tokenswift-ngrams": "TokenSwift and n-grams"}
+PROMPT_LOOKUP = {"generate, prompt lookup": "prompt lookup of transformers"}
+GAINS = {PLAIN: "no draft", "n-grams": "n-grams"} | HEADS_AND_NGRAMS | PROMPT_LOOKUP
+TRAINED = {"smollm2-135m-tokenswift": "TokenSwift", "smollm2-135m-longspec": "LongSpec"}
 MORE_GAINS = GAINS | TRAINED | {"SpecAttn, int4": "SpecAttn, 4-bit weights"}
 
 

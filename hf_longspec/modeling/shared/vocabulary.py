@@ -81,8 +81,15 @@ class VocabularyDraftModel(DraftModel):
 
 def part_of_head(draft: Any, ends: TargetEnds, binding: Binding) -> PartOfHead:
     """Return the target's head for the tokens of a draft. The copy of their rows is kept for later calls."""
-    part: PartOfHead = binding.part((PartOfHead, draft.device), lambda: PartOfHead(ends, draft.token_ids))
-    part.renew()
+    made: list[PartOfHead] = []
+
+    def make() -> PartOfHead:
+        made.append(PartOfHead(ends, draft.token_ids))
+        return made[0]
+
+    part: PartOfHead = binding.part((PartOfHead, draft.device), make)
+    if not made:
+        part.renew()
     return part
 
 
