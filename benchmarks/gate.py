@@ -122,11 +122,11 @@ class StockRun(BaseStreamer):
             self._expects_prompt = False
             return
         now = time.perf_counter(), time.process_time()
-        if not self.text:
-            self._first = now
-        else:
-            self.seconds += [now[0] - self._first[0]] * value.numel()
-            self.cpu_seconds += [now[1] - self._first[1]] * value.numel()
+        new = value.numel()
+        if not self.text:  # prompt lookup may begin with several tokens
+            self._first, new = now, new - 1
+        self.seconds += [now[0] - self._first[0]] * new
+        self.cpu_seconds += [now[1] - self._first[1]] * new
         self.text += value.flatten().tolist()
 
     def end(self) -> None:
