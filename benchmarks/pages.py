@@ -155,20 +155,19 @@ STOCK = "generate"  # as benchmarks/gate.py names it
 
 
 # Columns of the tables of gains, by the methods of gate.py. SpecAttn with all bits reads what a plain step reads.
-HEADS_AND_NGRAMS = {"smollm2-135m-tokenswift-ngrams": "TokenSwift and n-grams"}
+HEADS = {"smollm2-135m-tokenswift": "TokenSwift", "smollm2-135m-tokenswift-ngrams": "TokenSwift and n-grams"}
 PROMPT_LOOKUP = {"generate, prompt lookup": "prompt lookup of transformers"}
-GAINS = {PLAIN: "no draft", "n-grams": "n-grams"} | HEADS_AND_NGRAMS | PROMPT_LOOKUP
-TRAINED = {"smollm2-135m-tokenswift": "TokenSwift", "smollm2-135m-longspec": "LongSpec"}
-MORE_GAINS = GAINS | TRAINED | {"SpecAttn, int4": "SpecAttn, 4-bit weights"}
+GAINS = {PLAIN: "no draft", "n-grams": "n-grams"} | HEADS | PROMPT_LOOKUP
+MORE_GAINS = GAINS | {"smollm2-135m-longspec": "LongSpec", "SpecAttn, int4": "SpecAttn, 4-bit weights"}
 
 
 def gains(records: Sequence[Record], part: str) -> str:
     """Return speeds divided by that of plain `generate`, a line per task or context.
 
-    `part` is `gains`, for the longest answers and the first columns, `gains by length`, or `all gains`, with intervals
-    over texts. Without them, it is the speed in all texts together, which is less than the mean over texts.
+    `part` is `gains` or `gains with intervals`, for the longest answers, or `gains by length`, with more drafts. Without
+    intervals it is the speed in all texts together, which is less than the mean over texts.
     """
-    rows, shown = of_kind(records, "gate"), GAINS if part == "gains" else MORE_GAINS
+    rows, shown = of_kind(records, "gate"), MORE_GAINS if part == "gains by length" else GAINS
     if part != "gains by length":
         rows = [row for row in rows if row["tokens"] == max(row["tokens"] for row in rows)]
     stock = {(row["task"], row["tokens"]): row["tokens_per_second"] for row in rows if row["method"] == STOCK}
@@ -178,7 +177,7 @@ def gains(records: Sequence[Record], part: str) -> str:
         place = row["task"], row["tokens"]
         line = lines.setdefault(place, {head: place[0].replace("_", " "), "tokens of the answer": place[1]})
         if name := shown.get(row["method"]):
-            has_interval = part == "all gains" and "over_generate" in row
+            has_interval = part == "gains with intervals" and "over_generate" in row
             of_all_texts = f"{row['tokens_per_second'] / stock[place]:.2f}"
             line[name] = _mean("over_generate")(row) if has_interval else of_all_texts
     heads = [head] + ["tokens of the answer"] * (part == "gains by length")

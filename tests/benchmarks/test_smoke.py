@@ -1,6 +1,7 @@
 """Every benchmark at sizes of seconds: each measurement is written, and only right results are timed."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import hf_longspec
 from benchmarks import hybrid, read_yaml, verification
 from benchmarks.acceptance import measure, plan
 from benchmarks.decoder import MODES, Decoder, Decoding
-from benchmarks.gate import FIXED, ways_for
+from benchmarks.gate import FIXED, StockRun, ways_for
 from benchmarks.gate import measure as measure_gate
 from benchmarks.long_generation import LongBenchmark, LongRow
 from benchmarks.random_inputs import Shape
@@ -79,6 +80,17 @@ def test_gate(target, prompts, run):
     assert by_name["random LongSpec"]["plain_steps"] >= 2  # a call begins with them
     assert by_name["random LongSpec" + FIXED]["plain_steps"] == 0
     assert by_name["random LongSpec" + FIXED]["cost"] > 0 and "cost" not in by_name[PLAIN]
+
+
+def test_plain_generate_is_timed_from_its_first_tokens_on():
+    """Also where prompt lookup emits several of them at once."""
+    model = SimpleNamespace(
+        generate=lambda prompt, streamer, **_: [streamer.put(x) for x in map(torch.tensor, emitted)]
+    )
+    emitted = [[5, 6]], [7, 8, 9], [3], [4, 4]
+    run = StockRun(model, torch.tensor([[5, 6]]), 6)
+    assert run.text == [7, 8, 9, 3, 4, 4] and len(run.seconds) == len(run.cpu_seconds) == 5
+    assert run.seconds[:2] == [0, 0] and run.seconds[3] == run.seconds[4] >= run.seconds[2] > 0
 
 
 def test_long_generation(target, prompts, run):
