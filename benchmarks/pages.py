@@ -164,8 +164,8 @@ MORE_GAINS = GAINS | {"smollm2-135m-longspec": "LongSpec", "SpecAttn, int4": "Sp
 def gains(records: Sequence[Record], part: str) -> str:
     """Return speeds divided by that of plain `generate`, a line per task or context.
 
-    `part` is `gains` or `gains with intervals`, for the longest answers, or `gains by length`, with more drafts. Without
-    intervals it is the speed in all texts together, which is less than the mean over texts.
+    `part` is `gains` or `gains with intervals`, for the longest answers, or `gains by length`, with more drafts.
+    Without intervals it is the speed in all texts together, which is less than the mean over texts.
     """
     rows, shown = of_kind(records, "gate"), MORE_GAINS if part == "gains by length" else GAINS
     if part != "gains by length":
