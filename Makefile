@@ -172,7 +172,7 @@ cards: $(READY) ## build the bundled drafts' complete repositories in build/hub_
 	@echo "Writing the repositories of all bundled drafts below build/hub_cards. Nothing is uploaded."
 	@mkdir -p build/hub_cards
 	@for name in $(filter-out tiny-target README.md,$(notdir $(wildcard hub_cards/*))); do \
-		case $$name in tiny-*) results=drafts;; *-longspec) results=smollm2-drafts;; *) results=smollm2-heads;; esac; \
+		case $$name in tiny-*) results=drafts;; *) results=$$name;; esac; \
 		$(VENV)/bin/python -m benchmarks.acceptance_card benchmarks/results/$$results.jsonl $$name > build/acceptance.md && \
 		$(VENV)/bin/python -m hf_longspec.cli.app publish hub_cards/$$name --dry-run \
 			--acceptance build/acceptance.md --output build/hub_cards/$$name --overwrite || exit; \

@@ -167,21 +167,20 @@ def measure(
             name: StockRun(model, prompt, max(lengths), **how, **options) for name, options in (stock or {}).items()
         }
         for name, run in (runs | others).items():
-            stats = SpeculationStats()
+            stats, speculating = SpeculationStats(), list[float]()
             if isinstance(run, SteppedRun):
                 run.session.complete_stats()
                 run.session.drafter.keep()
-                stats = run.session.stats
+                stats, speculating = run.session.stats, run.speculating
+            step = runs[PLAIN].seconds[-1] / len(runs[PLAIN].seconds)
+            cost = sum(speculating) / len(speculating) / step if speculating else float("nan")
             for length in lengths:
                 row = {"method": name, "tokens": length, "text": number, "same": run.text == runs[PLAIN].text}
                 last = min(length, len(run.text)) - 2  # a text may end before
                 row |= {"seconds": run.seconds[last], "cpu": run.cpu_seconds[last], "count": last + 1}
                 row |= {"tau": stats.mean_acceptance_length, "nodes": stats.mean_num_nodes, "said": stats.speedup}
                 row |= {"expected": stats.num_expected_tokens, "emitted": stats.num_emitted_tokens}
-                step = runs[PLAIN].seconds[-1] / len(runs[PLAIN].seconds)
-                spent = run.speculating if isinstance(run, SteppedRun) else []
-                row["cost"] = sum(spent) / len(spent) / step if spent else float("nan")
-                rows.append(row | {"plain": stats.num_plain_steps})
+                rows.append(row | {"plain": stats.num_plain_steps, "cost": cost})
     table = pd.DataFrame(rows)
     for length in lengths:
         of_length = table[table.tokens == length].pivot(index="text", columns="method")

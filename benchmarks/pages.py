@@ -155,9 +155,13 @@ STOCK = "generate"  # as benchmarks/gate.py names it
 
 
 # Columns of the tables of gains, by the methods of gate.py. SpecAttn with all bits reads what a plain step reads.
-HEADS = {"smollm2-135m-tokenswift": "TokenSwift", "smollm2-135m-tokenswift-ngrams": "TokenSwift and n-grams"}
-PROMPT_LOOKUP = {"generate, prompt lookup": "prompt lookup of transformers"}
-GAINS = {PLAIN: "no draft", "n-grams": "n-grams"} | HEADS | PROMPT_LOOKUP
+GAINS = {
+    PLAIN: "no draft",
+    "n-grams": "n-grams",
+    "smollm2-135m-tokenswift": "TokenSwift",
+    "smollm2-135m-tokenswift-ngrams": "TokenSwift and n-grams",
+    "generate, prompt lookup": "prompt lookup of transformers",
+}
 MORE_GAINS = GAINS | {"smollm2-135m-longspec": "LongSpec", "SpecAttn, int4": "SpecAttn, 4-bit weights"}
 
 

@@ -134,9 +134,7 @@ class AuxDrafter(BeamDrafter):
 
     def head(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return logits `(B, n, draft vocabulary)` of normalised outputs `(B, n, hidden)`."""
-        if self.part_of_head is None or self.part_of_head.weight is None:
-            return self.draft.logits(outputs, self.binding.target.model)
-        return torch.nn.functional.linear(outputs, self.part_of_head.weight, self.part_of_head.bias)
+        return self.draft.logits(outputs, self.binding.target.model, self.part_of_head)
 
     @property
     def tree_slots(self) -> int:

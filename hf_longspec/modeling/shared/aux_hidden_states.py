@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...generation.target import TargetView
-from ...generation.target_modules import final_norm_of, layer_at, refuse_compiled_forward
+from ...generation.target_modules import PartOfHead, final_norm_of, layer_at, refuse_compiled_forward
 from ..configuration_base import refuse_other_sizes, text_config
 from ..settings import Setting
 from .vocabulary import VocabularyConfig, VocabularyDraftModel
@@ -182,14 +182,20 @@ class AuxDraftModel(VocabularyDraftModel):
         scale = getattr(module, "embed_scale", None)  # of gemma, whose table the drafts read as it is
         return (embedded if scale is None else embedded / scale).to(self.norm.weight)
 
-    def logits(self, outputs: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
+    def logits(
+        self, outputs: torch.Tensor, target: PreTrainedModel | None = None, part: PartOfHead | None = None
+    ) -> torch.Tensor:
         """Return logits `(..., draft vocabulary)` of normalised outputs `(..., hidden)`.
+
+        `part` has the rows of the target's head for the draft's tokens. Without it, all rows are read.
 
         Raises:
             ValueError: If the draft has no head of its own, and no target is given.
         """
         if self.lm_head is not None:
             return self.lm_head(outputs)
+        if part is not None and part.weight is not None:
+            return nn.functional.linear(outputs, part.weight, part.bias)
         head = _part_of(target, "output")
         logits = head(outputs)
         return logits if self.d2t is None else logits[..., self.token_ids.to(logits.device)]

@@ -49,10 +49,7 @@ class AuxMethod(LevelsMethod):
         weight = self.target.get_output_embeddings().weight
         if weight.is_floating_point():  # not quantized
             states = states.to(weight.dtype)
-        part = self._part_of_head
-        if part is None or part.weight is None:
-            return self.draft.logits(states, self.target)
-        return nn.functional.linear(states, part.weight, part.bias)
+        return self.draft.logits(states, self.target, self._part_of_head)
 
     @cached_property
     def _part_of_head(self) -> PartOfHead | None:

@@ -281,8 +281,7 @@ class TokenSwiftDrafter(Drafter):
     def _rank(self, root: torch.Tensor, hidden: torch.Tensor, *target_logits: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the candidates of every level, see [`Levels`], computed in one graph if possible."""
         inputs, known = (root, hidden, *target_logits), self.coupling.known(len(self.widths))
-        vocabulary = self.part_of_head, self.binding.target.vocab_size
-        settings = self.heads, self.ends, *vocabulary, self.coupling, tuple(self.widths), len(target_logits)
+        settings = self.heads, self.ends, self.part_of_head, self.coupling, tuple(self.widths), len(target_logits)
         holder = self._holder if self._holder is not self.draft else self.part_of_head or self.draft
         levels, steps = Levels(self.draft, holder, *settings), self.binding.target.steps
         found = steps.run(levels, *inputs, *known) if self.coupling.fits_graphs else None
@@ -318,7 +317,6 @@ class HeadLogits(FixedStep):
     heads: Any  # the heads of the draft
     ends: TargetEnds  # embedding and head of the target
     part_of_head: PartOfHead | None  # its head for the draft's tokens, if these are not all
-    vocab_size: int  # number of the target's tokens
     coupling: Coupling  # by which noise candidates are ranked
     widths: tuple[int, ...]  # number of candidates of each level
     num_own: int  # number of levels that the target's own logits decide: 0 or 1
@@ -369,7 +367,7 @@ class Levels(HeadLogits):
                 scores = self.logits_of(head.post_layernorm(states))
             part = self.part_of_head if depth >= self.num_own else None
             if part is not None and not self.coupling.is_plain:  # noise and processors are those of the target's tokens
-                scores, part = of_all_tokens(scores, part.token_ids, self.vocab_size), None
+                scores, part = of_all_tokens(scores, part.token_ids, ends.config.vocab_size), None
             scores = self.coupling.scores(scores, known, depth, paths)
             best = scores.topk(width).indices  # [B, n, width]
             best = (best if part is None else part.token_ids[best]).to(root.device)

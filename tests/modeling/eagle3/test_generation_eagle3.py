@@ -11,8 +11,8 @@ from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.target_modules import LayerInputs
 from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter
+from hf_longspec.modeling.shared import aux_hidden_states
 from hf_longspec.modeling.shared.aux_drafter import PromptAuxHiddenStates
-from hf_longspec.modeling.shared.aux_hidden_states import AuxDraftModel
 from tests.modeling.calls import LENGTHS, generate
 from tests.modeling.eagle3.residual_stream import residual_stream
 from tests.pairwise import few
@@ -144,12 +144,16 @@ def test_auxiliary_states_are_hidden_states(target, chunk):
 
 
 def test_a_reduced_vocabulary_reads_only_its_rows_of_the_targets_head(target, monkeypatch):
+    def input_alone(model, part):
+        assert part == "input", "all rows of the head were read"
+        return model.get_input_embeddings()
+
     model, drafters = target("llama"), []
     draft = draft_for(model, draft_vocab_size=5)
     draft.set_vocabulary([1, 3, 4, 6, 10])
     outputs = torch.randn(2, 3, draft.config.hidden_size)
     expected = model.lm_head(outputs)[..., [1, 3, 4, 6, 10]].detach()
-    monkeypatch.delattr(AuxDraftModel, "logits")  # of all rows
+    monkeypatch.setattr(aux_hidden_states, "_part_of", input_alone)
     after(monkeypatch, Eagle3Drafter, "propose", lambda tree, drafter, root: drafters.append(drafter))
     generate(model, draft, (33,))
     with torch.no_grad():
