@@ -14,6 +14,8 @@ ROWS = (
     ("A draft with some of the tokens reads their rows of the head", "modeling/shared/aux_drafter.py",
      "part_of_head(self.draft, ends, binding) if reads_part else None", "None",
      "tests/modeling/eagle3/test_generation_eagle3.py"),
+    ("Rows of the head that an earlier call left are copied again", "modeling/shared/vocabulary.py",
+     "    if not made:", "    if False:", "tests/modeling/longspec/test_generation_longspec.py"),
     ("Chunks of a prompt follow one another", "modeling/shared/aux_drafter.py",
      "        self._read[place] += states.shape[1]\n", "",
      "tests/modeling/eagle3/test_generation_eagle3.py::test_auxiliary_states_are_hidden_states"),

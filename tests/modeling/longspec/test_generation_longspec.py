@@ -1,12 +1,15 @@
 """LongSpec's drafter against the restated block, in every iteration of whole generations."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hf_longspec.generation.draft_tree import Beam
+from hf_longspec.generation.target_modules import TargetEnds
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
+from hf_longspec.modeling.shared.vocabulary import part_of_head
 from tests.modeling.calls import LENGTHS, NEVER, check_sampled_text, check_text, generate
 from tests.modeling.longspec.restated_longspec import Restated
 from tests.rounding import rounding
@@ -118,6 +121,20 @@ def test_a_reduced_vocabulary(recorded):
             torch.testing.assert_close(logits[0, place].double(), expected, **rounding(expected, layers=3))
         first += logits.shape[1]
     check_text(model, draft, max_new_tokens=14, do_sample=True)
+
+
+def test_kept_rows_of_the_head_are_copied_again():
+    """As training may have changed the head since the call that left them."""
+    model, kept = tiny_target("llama", vocab_size=31), {}
+    draft, states = noisy_draft(model), torch.randn(2, model.config.hidden_size)
+    draft.set_vocabulary([2, 3, 5, 7, 30])
+    binding = SimpleNamespace(part=lambda key, make: kept.setdefault(key, kept.get(key) or make()))
+    first = part_of_head(draft, TargetEnds(model), binding)
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    assert part_of_head(draft, TargetEnds(model), binding) is first
+    expected = model.lm_head(states)[:, [2, 3, 5, 7, 30]]
+    torch.testing.assert_close(first(states), expected, **rounding(expected, layers=1))
 
 
 @pytest.mark.parametrize("kind", ["longspec", "tokenswift"])
