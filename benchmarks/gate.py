@@ -6,7 +6,8 @@
 
 All ways to decode advance through the same text in turns, so that a machine that is busy for a while is busy for all of
 them; benchmarks/README.md says why. Each text is the first call of its process: what the gate has learned from the
-texts before is forgotten. Ways whose names end in "fixed" have no gate, and draft and verify the same in every step.
+texts before is forgotten. Prompts are read once, and lent to all ways whose drafts do not read them, too. Ways whose
+names end in "fixed" have no gate, and draft and verify the same in every step.
 """
 
 import argparse
@@ -31,10 +32,13 @@ from hf_longspec.generation.call import Call
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.sequences import SpeculationStats
 from hf_longspec.generation.special_cases import gate
+from hf_longspec.modeling.shared.aux_hidden_states import AuxDraftModel
 
 # Tokens of a turn: enough that a cold cache at its beginning costs little, and few enough for a fraction of a second.
 TURN = 16
 FIXED = ", fixed"
+# Bytes of the prompt that is lent.
+MOST_BYTES = 8 << 30
 CODE = "```python\n{text}\n```\n"
 # Options of plain `generate`, by the name of the way to decode.
 STOCK = {"generate": {}, "generate, prompt lookup": {"prompt_lookup_num_tokens": 4}}
@@ -160,8 +164,12 @@ def measure(
     for number, prompt in enumerate(prompts):
         gate._kept.clear()
         gate._costs.clear()
-        names = rotated(list(ways), number)  # another way to decode goes first in the next text
-        runs: dict[str, Any] = {name: SteppedRun(model, ways[name], prompt, max(lengths), **how) for name in names}
+        prefixes = hf_longspec.PrefixCache(model, MOST_BYTES)
+        prefixes.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, do_sample=False)
+        runs: dict[str, Any] = {}
+        for name in rotated(list(ways), number):  # another way to decode goes first in the next text
+            lent = {} if isinstance(ways[name], AuxDraftModel) else {"past_key_values": prefixes.take(prompt)}
+            runs[name] = SteppedRun(model, ways[name], prompt, max(lengths), **how, **lent)
         interleave(runs, max(lengths))
         others = {
             name: StockRun(model, prompt, max(lengths), **how, **options) for name, options in (stock or {}).items()

@@ -27,6 +27,7 @@ class FlippingGate(SpeculationGate):
             self.turns += 1
         self.left -= 1
         self.widths = self.random.choice(self._choices)[0]
+        self.only_ngrams = self._joins_ngrams and not self.speculating and self.random.random() < 0.5
         self._begin_chain()
         return self.speculating
 

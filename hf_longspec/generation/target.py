@@ -378,7 +378,7 @@ class TargetView:
         return StepResult(logits.to(tokens.device), None if caught is None else caught.hidden)
 
     def clock(self) -> float:
-        """Return a time in seconds, without the time that captures took, which serve many steps.
+        """Return a time in seconds, without that of what serves many steps: captures, and packing of weights.
 
         A step that runs in one thread of a processor is timed without other programs.
         """
@@ -494,7 +494,7 @@ class Steps:
         runner ([`CompiledRunner`] or [`CapturedRunner`], *optional*): Compiles or captures.
         captures (`bool`): Whether steps are captured as CUDA graphs.
         compiles (`bool`): Whether steps are compiled.
-        seconds (`float`): Time that captures took.
+        seconds (`float`): Time that captures took, or the packing of weights.
         logits (`torch.Tensor`, *optional*): Logits of the last step, if a graph computed them, which the next replay
             overwrites.
         results (`Sequence[torch.Tensor]`): Likewise, the results of the last forwards.

@@ -1,5 +1,7 @@
 """Decisions of the gate on a simulated machine with given costs and a simulated clock."""
 
+import random
+from collections import Counter
 from statistics import mean
 from types import SimpleNamespace
 
@@ -8,7 +10,7 @@ import torch
 
 from hf_longspec.generation.drafter import Drafter, drafted_tokens
 from hf_longspec.generation.special_cases.costs import Chances, Costs
-from hf_longspec.generation.special_cases.gate import SpeculationGate, choices, gate_of
+from hf_longspec.generation.special_cases.gate import SpeculationGate, choices, gate_of, has_levels
 from tests.generation.made_up_machine import BINDING, Levels, Machine, always
 
 CHAIN, TREE, LONG = (1,) * 4, (4, 4, 4, 3), (1,) * 16
@@ -254,6 +256,81 @@ class TestNgrams:
         paths = [((1, 2, 3), 4), ((1, 2, 7), 2)]
         gains = chances.gains(paths)
         assert [index for _, index in gains].count(0) == 3 and [index for _, index in gains].count(1) == 1
+
+
+class JoinedLevels(Levels):
+    """Trees of levels, and up to 16 nodes of n-grams."""
+
+    def __init__(self, largest):
+        super().__init__(largest)
+        self.first_ngram_node, self.num_nodes = self.num_nodes, self.num_nodes + 16
+
+
+class TestNgramsBesideADraft:
+    """N-grams that join a draft, whose first candidates are right with the chance `rate`."""
+
+    def steps(self, rate, match, is_right, found_in=0.7, drafting=0.1, count=300):
+        """Return the kinds of the last 100 steps, and the seconds per token of all.
+
+        An n-gram of eight tokens after a match of so many tokens is found in most steps, and all or none is right.
+        """
+        source, costs, path = random.Random(0), Costs(), tuple(range(8))
+        gate = SpeculationGate(JoinedLevels(CHAIN), lambda power, earlier: costs)
+        gate.reach(1024)
+        kinds, seconds, tokens = [], 0.0, 0
+        for _ in range(count):
+            drafts = gate.speculates()
+            levels = len(gate.widths) if drafts else 0
+            rights = next((n for n in range(levels) if source.random() >= rate), levels)
+            nodes, ngrams = 1 + levels, 0
+            if drafts or gate.only_ngrams:
+                _, ngrams = gate.cut([[(path, match)] * (source.random() < found_in)], nodes, 16)
+            emitted = 1 + max(rights, ngrams if is_right else 0)
+            kept = [*range(1, 1 + rights), *range(nodes + rights, nodes + emitted - 1)]  # equal nodes are the draft's
+            new = [*path[: emitted - 1], 99] if is_right else [99] * emitted
+            tree = SimpleNamespace(num_nodes=nodes + ngrams)
+            spent = drafting * levels, COSTS["cpu"](nodes + ngrams)
+            gate.record(SimpleNamespace(tokens=[new], nodes=[[0, *kept]], tree=tree), *spent, is_draft=drafts)
+            kinds.append("draft" if drafts else "n-grams" if gate.only_ngrams else "plain")
+            seconds, tokens = seconds + sum(spent), tokens + emitted
+        return Counter(kinds[-100:]), seconds / tokens
+
+    def test_trees_are_told_apart_as_without_them(self):
+        assert choices(JoinedLevels((4, 2))) == choices(Levels((4, 2))) and has_levels(JoinedLevels((4, 2)))
+
+    def test_they_are_verified_without_a_draft_that_does_not_pay(self):
+        kinds, seconds = self.steps(rate=0.05, match=8, is_right=True)
+        assert kinds["n-grams"] >= 95 and seconds < 0.35
+
+    def test_they_are_verified_without_a_draft_that_adds_too_little(self):
+        """It would pay on its own."""
+        kinds, _ = self.steps(rate=0.6, match=8, is_right=True)
+        assert kinds["n-grams"] >= 90
+        kinds, _ = self.steps(rate=0.6, match=8, is_right=False, found_in=0.0)
+        assert kinds["draft"] >= 95
+
+    def test_they_are_verified_beside_a_draft_that_pays(self):
+        kinds, _ = self.steps(rate=0.6, match=2, is_right=False)
+        assert kinds["draft"] >= 95
+
+    def test_a_useless_draft_with_useless_ngrams_loses_little(self):
+        _, seconds = self.steps(rate=0.05, match=2, is_right=False, count=1000)
+        assert seconds <= 1.02
+
+    def test_tokens_that_the_tree_has_are_no_gain(self):
+        chances, path = Chances(0.6), [((1, 2, 3), 4)]
+        alone, beside = chances.gains(path), chances.gains(path, reached=[0.5, 0.25])
+        assert [gain for gain, _ in beside] == sorted(
+            (gain * left for (gain, _), left in zip(alone, (0.5, 0.75, 1.0), strict=True)), reverse=True
+        )
+
+    def test_a_compiled_target_has_no_more_sizes(self):
+        """A further size takes minutes to compile."""
+        gates = [SpeculationGate(JoinedLevels(CHAIN), lambda *_: Costs(), sizes=sizes) for sizes in (0, 1, 2)]
+        for gate in gates:
+            gate.reach(9)
+            gate.speculates()
+        assert [gate.only_ngrams for gate in gates] == [True, False, True]
 
 
 def test_trees_that_a_drafter_may_draft():

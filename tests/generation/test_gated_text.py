@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
+from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
+from hf_longspec.modeling.shared.ngrams import NgramDrafter
 from tests.gates import FlippingGate, ungated
 from tests.pairwise import few
 from tests.tiny_targets import (
@@ -135,6 +137,38 @@ def test_after_plain_steps_the_tree_matches_a_fresh_drafter(target, monkeypatch,
     fresh = recorded.first_tree(model, text[0][: committed[0]])
     assert fresh.tokens.tolist() == tree.tokens.tolist() and fresh.parents.tolist() == tree.parents.tolist()
     assert fresh.valid[:, 1:].any() or (kind == "n-grams" and pause < 19)  # the text has not repeated itself yet
+
+
+class GateOfNgrams(RestingGate):
+    """A gate that is shut for `pause` steps, and then verifies n-grams without the draft."""
+
+    def speculates(self):
+        self.only_ngrams = super().speculates()
+        return False
+
+
+def test_ngrams_know_the_text_of_steps_without_them(target, monkeypatch):
+    """Also of the steps before, as they are never resumed."""
+    model, trees = target("llama", vocab_size=12), []
+    draft, pause = random_longspec_draft(model, window=8, tree_widths=[3, 2], **NGRAMS), 5
+    note = lambda tree, own, root: trees.append((own.binding.cache.lengths.host, tree))  # noqa: E731
+    after(monkeypatch, NgramDrafter, "propose", note)
+    after(monkeypatch, LongSpecDrafter, "propose", lambda *_: pytest.fail("only n-grams are verified"))
+    monkeypatch.setattr(
+        "hf_longspec.generation.special_cases.gate.gate_of", lambda drafter, *_: GateOfNgrams(drafter, pause)
+    )
+    expected = generate(model, lengths=(21,), max_new_tokens=NEW, eos_token_id=None)
+    text = generate(model, draft, (21,), max_new_tokens=NEW, eos_token_id=None)
+    assert torch.equal(text, expected) and draft.last_speculation.num_accepted_ngram_tokens > 0
+    (committed, tree), *_ = trees
+    assert committed == (21 + pause,)
+    monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", ungated)
+    settings = {"num_assistant_tokens": NGRAMS["ngram_num_tokens"], "ngram_candidates": NGRAMS["ngram_candidates"]}
+    trees.clear()
+    ids = text[:, : committed[0]]
+    fresh = NgramDraftModel.from_target(model, **settings)
+    generate(model, fresh, input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)
+    assert trees[0][1].tokens.tolist() == tree.tokens.tolist() and trees[0][1].num_nodes > 1
 
 
 def test_what_the_gate_did_is_reported(plain_run):

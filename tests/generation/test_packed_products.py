@@ -1,6 +1,8 @@
 """Products of a few rows with weights that oneDNN has packed: their results, where they run, and what they leave."""
 
+import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +11,13 @@ from torch import nn
 from hf_longspec import NgramDraftModel, PlainDraftModel
 from hf_longspec.generation import call
 from hf_longspec.generation.special_cases import packed_products as module
+from hf_longspec.generation.special_cases.gate import GatedDrafter
 from hf_longspec.generation.special_cases.packed_products import Product, Times, are_bound, packable, packed_products
+from hf_longspec.generation.target import Steps, TargetView
 from hf_longspec.generation.target_modules import structure_of
 from tests.tiny_targets import RandomTreeDraftModel, generate, random_longspec_draft, tiny_target
 from tests.user_objects import Recorder
+from tests.watching import after
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of sums in another order, relative
 
@@ -47,7 +52,7 @@ def test_products_are_those_of_the_layer(small, packed, dtype, bias):
         pytest.skip("this processor has no instructions for bfloat16")
     torch.manual_seed(0)
     layer = nn.Linear(37, 53, bias=bias, dtype=dtype)
-    with torch.no_grad(), packed_products(layer):
+    with torch.no_grad(), packed_products(Steps(), layer):
         for rows in (1, 2, 5, 17, 64):
             x = torch.randn(1, rows, 37, dtype=dtype)
             expected = nn.functional.linear(x, layer.weight, layer.bias)
@@ -138,7 +143,7 @@ def test_changed_weights_are_packed_again(small, packed, change):
 
 def test_other_threads_run_the_layers_own_products(small, packed):
     layer, x = nn.Linear(8, 8), torch.randn(2, 8)
-    with torch.no_grad(), packed_products(layer):
+    with torch.no_grad(), packed_products(Steps(), layer):
         for _ in range(12):
             layer(x)
         count, thread = len(packed), threading.Thread(target=lambda: layer(x))
@@ -192,7 +197,7 @@ def test_packing_takes_a_share_of_the_time(small, packed, monkeypatch):
     budget.spent = 61.0
     monkeypatch.setattr(module, "_budget", budget)
     layers, x = [nn.Linear(8, 8) for _ in range(12)], torch.randn(2, 8)
-    with torch.no_grad(), packed_products(*layers):
+    with torch.no_grad(), packed_products(Steps(), *layers):
         for layer in layers:
             layer(x)
         assert not packed and [len(times.own) for times in module._shapes[8, 8, x.dtype, False, 1].times.values()] == [
@@ -204,10 +209,66 @@ def test_packing_takes_a_share_of_the_time(small, packed, monkeypatch):
         assert packed
 
 
+@pytest.fixture
+def ticking(monkeypatch):
+    """Times that grow by a second whenever they are read."""
+    tick = itertools.count().__next__
+    monkeypatch.setattr(module, "time", SimpleNamespace(thread_time=tick, perf_counter=tick))
+    monkeypatch.setattr(module, "_budget", module.Budget())
+
+
+def test_what_later_steps_do_not_take_is_not_their_time(small, ticking):
+    """Packing takes a second, and products that will be packed a second too much."""
+    steps, layers, x = Steps(), [nn.Linear(8, 8) for _ in range(2)], torch.randn(2, 8)
+    with torch.no_grad(), packed_products(steps, *layers):
+        first, second = layers
+        for _ in range(8):
+            first(x)
+        (shape,) = module._shapes.values()
+        assert shape.times[2].is_known and steps.seconds == shape.packing == 1  # equal products, timed four times each
+        shape.packing = 2.5
+        for count in (2, 3):
+            second(x)
+            assert steps.seconds == count
+        second(x)
+        assert steps.seconds == 5 and module._products[second].packed is not None
+        second(x)
+        assert steps.seconds == 5
+
+
+def test_a_weight_that_has_no_room_costs_its_time(small, ticking, monkeypatch):
+    steps, layers, x = Steps(), [nn.Linear(8, 8) for _ in range(2)], torch.randn(2, 8)
+    with torch.no_grad(), packed_products(steps, *layers):
+        for _ in range(8):
+            layers[0](x)
+        monkeypatch.setattr(module, "MEMORY_SHARE", 0.0)
+        before = steps.seconds
+        for _ in range(4):
+            layers[1](x)
+        assert steps.seconds == before and module._products[layers[1]].packed is None
+
+
+def test_the_gate_reads_a_clock_without_it(small, ticking, monkeypatch):
+    clocks = []
+    after(monkeypatch, GatedDrafter, "__init__", lambda _, drafter, *__: clocks.append(drafter._clock))
+    generate(model := tiny_target("llama"), NgramDraftModel.from_target(model))
+    target = clocks[0].__self__
+    assert isinstance(target, TargetView) and target.steps.seconds >= 1
+
+
+def test_products_that_differ_clearly_are_timed_twice():
+    times = Times(own=[9.0, 2.0], packed=[9.0])
+    assert not times.is_known
+    times.packed.append(1.0)
+    assert times.is_known
+    assert not Times(own=[9.0, 2.0], packed=[9.0, 1.9]).is_known
+    assert Times(own=[9.0, 2.0, 2.0, 2.0], packed=[9.0, 1.9, 1.9, 1.9]).is_known
+
+
 def test_packing_waits_until_it_pays(small):
     """A weight that is not needed for timing is packed when not packing it has cost as much."""
     layers, x = [nn.Linear(8, 8) for _ in range(12)], torch.randn(2, 8)
-    with torch.no_grad(), packed_products(*layers):
+    with torch.no_grad(), packed_products(Steps(), *layers):
         for layer in layers[:-1]:
             layer(x)
         (shape,) = module._shapes.values()

@@ -9,7 +9,8 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Hashable, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 from statistics import median
 
 # Last steps of a size whose median counts.
@@ -147,7 +148,6 @@ class Chances:
 
     def __init__(self, first: float):
         self.first = first
-        self.extra = 0.0  # tokens per step that others than the draft proposed
         self.is_careful = False  # whether chances are lower bounds, by a standard error
         self._levels: dict[tuple[int, int, bool], float] = {}  # results of `level` since the last trial
         self._trials: dict[Hashable, float] = {}
@@ -194,14 +194,17 @@ class Chances:
 
     def tokens(self, widths: Sequence[int]) -> float:
         """Return the tokens that a verification of a tree is expected to emit per row, the bonus token included."""
-        total = reached = 1.0
+        return 1.0 + sum(self.reached(widths))
+
+    def reached(self, widths: Sequence[int]) -> list[float]:
+        """Return the chance that a token of each level of a tree is emitted."""
+        chances = []
         for place in enumerate(widths):
             key = *place, self.is_careful
             if (chance := self._levels.get(key)) is None:
                 chance = self._levels[key] = self.level(*place)
-            reached *= chance
-            total += reached
-        return total + self.extra
+            chances.append(chance)
+        return list(accumulate(chances, mul))
 
     def add_path(self, widths: Sequence[int], ranks: Sequence[int]) -> None:
         """Count a verified tree of which nodes of these `ranks` in their levels were accepted."""
@@ -212,10 +215,11 @@ class Chances:
             if rank >= width:
                 return
 
-    def gains(self, paths: Sequence[Match]) -> list[tuple[float, int]]:
-        """Return for each node of the paths of a row its chance and the index of its path, best first.
+    def gains(self, paths: Sequence[Match], reached: Sequence[float] = ()) -> list[tuple[float, int]]:
+        """Return for each node of the paths of a row its gain in tokens and the index of its path, best first.
 
-        Tokens that a path shares with the first one are nodes of the first one.
+        Tokens that a path shares with the first one are nodes of the first one. A node gains nothing where a tree
+        beside it, which reaches its levels with these chances, has the same token. Both are taken to be independent.
         """
         found: list[tuple[float, int]] = []
         first, chances = paths[0][0] if paths else (), [1.0]
@@ -230,7 +234,7 @@ class Chances:
                     chance *= self.of(("match", match), MATCHES[match - 1])
                 if not index:
                     chances.append(chance)
-                found.append((chance, index))
+                found.append((chance * (1 - reached[depth] if depth < len(reached) else 1.0), index))
         return sorted(found, key=lambda node: -node[0])
 
     def add_match(self, paths: Sequence[Match], tokens: Sequence[int]) -> None:

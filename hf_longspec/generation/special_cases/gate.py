@@ -1,8 +1,9 @@
 """The gate: choose in every step how much is drafted and verified, from measured costs and calibrated chances.
 
 A step takes the tree that emits the most tokens per second: (1 + chances of its nodes) / (drafting + verification). The
-root alone, a plain step, is one of the choices. Costs belong to the target and are shared by all of its drafts; chances
-belong to the draft, and both outlive a call. What is tried and does not pay is bounded by a credit, in plain steps:
+root alone, a plain step, is one of the choices. N-grams that join a draft are verified on their own where its tree does
+not pay. Costs belong to the target and are shared by all of its drafts; chances belong to the draft, and both outlive a
+call. What is tried and does not pay is bounded by a credit, in plain steps:
 `CREDIT` at first, and `SHARE` of each plain step afterwards. All of it is per growing row.
 
 Choices by the ratio of expected tokens and time: SmartSpec, https://huggingface.co/papers/2406.14066, and Sequoia,
@@ -25,7 +26,7 @@ from ..draft_tree import DraftTree
 from ..drafter import Drafter, DrafterAround, Verification
 from ..sequences import SpeculationStats
 from ..special_case import GATE, SpecialCase
-from .costs import FADING, Chances, Costs, Match, common, doublings
+from .costs import Chances, Costs, Match, common, doublings
 
 # Plain steps that may be lost to trying a draft, most of them that are saved up from gains, and the share of later
 # plain steps that may be lost.
@@ -38,8 +39,29 @@ CHECK_AFTER, GROWTH = 128, 4
 STEADY, DECIDE_EVERY = 32, 4
 # Nodes of a tree over those of the largest one that was measured, and time of a step over the expected one, at most.
 REACH, OUTLIER = 4, 2.0
-# Share of what is known about a draft that is forgotten in a plain step, and in a new call.
+# Share of what is known about a draft that is forgotten in a step without it, and in a new call.
 FADE_PLAIN, FADE_CALL = 1 / 256, 0.5
+# Weight of a step in the average of recent ones.
+FADE_STEP = 1 / 16
+# Choices beside the draft's trees, which are numbered from 0 on.
+PLAIN, ONLY_NGRAMS = -1, -2
+
+
+class Recent:
+    """Tokens and seconds of steps, of which earlier ones count less."""
+
+    def __init__(self) -> None:
+        self.tokens = self.seconds = 0.0
+
+    def add(self, tokens: float, seconds: float) -> None:
+        """Count a step."""
+        self.tokens += FADE_STEP * (tokens - self.tokens)
+        self.seconds += FADE_STEP * (seconds - self.seconds)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second; 0 before any step."""
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 class SpeculationGate:
@@ -69,6 +91,9 @@ class SpeculationGate:
         self.credit, self.expected = CREDIT, 1.0
         self._drafting = Costs(is_free=True)
         self._matches: list[list[Match]] = []
+        # n-grams beside the draft's last tree that paid, and without it, as expected of the last steps
+        self._ngrams_beside, self._ngrams_alone = Recent(), Recent()
+        self._tree: tuple[Sequence[int], int] = (), 1
         self._speculating, self._check_at = 0, CHECK_AFTER
         self.resume(drafter, costs_of)
 
@@ -77,12 +102,15 @@ class SpeculationGate:
         self._drafter: Any = drafter
         self._costs_of: Any = costs_of
         self._has_levels = has_levels(drafter)
+        # n-grams alone are one more size of trees
+        self._joins_ngrams = num_own_nodes(drafter) < drafter.num_nodes and self.sizes != 1
+        self.only_ngrams = False  # whether this step verifies n-grams without the draft
         self.answers = drafter.tells and set(drafter.largest) == {1} and self.ranks is None
         self._choices = choices(drafter, self.sizes)
         self.widths = self._choices[-1][0]
         # seconds of plain steps that emit as much as all steps of this call, and of these steps
         self.worth = self.seconds = 0.0
-        self._steps, self._choice, self._rate = 0, -1, 0.0
+        self._steps, self._choice, self._rate = 0, PLAIN, 0.0
         self._begin_chain()
         self.chances.fade(FADE_CALL)
 
@@ -98,14 +126,19 @@ class SpeculationGate:
             self._power = power
 
     def speculates(self) -> bool:
-        """Return whether the step that begins now speculates, and set `widths`."""
+        """Return whether the draft is asked in the step that begins now, and set `widths` and `only_ngrams`."""
         self._steps += 1
-        if self._steps <= STEADY or self._steps % DECIDE_EVERY == 0 or (self._choice >= 0 and self.credit <= CREDIT):
+        if (
+            self._steps <= STEADY
+            or self._steps % DECIDE_EVERY == 0
+            or (self._choice != PLAIN and self.credit <= CREDIT)
+        ):
             self._choice = self._best()
         choice = self._choice
         if self.ranks is not None:
             choice = int(self.ranks.first([choice])[0])
         self._begin_chain()
+        self.only_ngrams = choice == ONLY_NGRAMS
         if choice < 0:
             return False
         self.widths = self._choices[choice][0]
@@ -142,20 +175,21 @@ class SpeculationGate:
                 break
             count -= 1
         self.widths = self.widths[:count]
-        self.expected = 1 + sum(self._gains[:count]) + self.chances.extra
+        self.expected = 1 + sum(self._gains[:count])
         return count
 
     def _best(self) -> int:
-        """Return the index of the best choice; -1 for a plain step."""
+        """Return the index of the best tree of the draft, [`ONLY_NGRAMS`] or [`PLAIN`]."""
         if self._speculating >= self._check_at:  # plain steps are measured again
             self._speculating, self._check_at = 0, GROWTH * self._check_at
-            return -1
+            return PLAIN
         if self._drafter.chooses_nodes:  # as soon as it has found them
-            return 0 if self.credit > 0 else -1
+            return 0 if self.credit > 0 else PLAIN
+        best = without = ONLY_NGRAMS if self._joins_ngrams and self.credit > 0 else PLAIN
         if not self.costs.is_certain(1):
-            return -1
+            return best
         plain = self.costs(1)
-        best, rate, limit = -1, 1 / plain, (1 + self.credit) * plain
+        rate, limit = 1 / plain, (1 + self.credit) * plain
         for index, (widths, nodes) in enumerate(self._choices):
             if nodes > self._reach:
                 continue
@@ -164,6 +198,9 @@ class SpeculationGate:
             if found > rate and (seconds <= limit or self._surely(self.tokens, widths) * plain > seconds):
                 best, rate = index, found
         self._rate = rate
+        if without == ONLY_NGRAMS and best >= 0:
+            self._tree = self._choices[best]
+            return best if self._ngrams_beside.rate >= self._ngrams_alone.rate else without
         return best
 
     @property
@@ -214,11 +251,29 @@ class SpeculationGate:
 
     def _lengths(self, rows: Sequence[list[Match]], nodes: int, most: int) -> tuple[list[list[int]], int]:
         """Return how many tokens of each path are worth their verification, and the number of nodes. See `cut`."""
-        tokens, gains = self._joined(rows, nodes, most)
+        tree = self.widths if nodes > 1 else ()
+        gains, kept, self.expected, seconds = self._worthwhile(rows, tree, nodes, most)
+        if self._joins_ngrams:
+            widths, size = (tree, nodes) if tree else self._tree
+            self._ngrams_alone.add(*((self.expected, seconds) if not tree else self._worthwhile(rows, (), 1, most)[2:]))
+            self._ngrams_beside.add(
+                *((self.expected, seconds) if tree else self._worthwhile(rows, widths, size, most)[2:])
+            )
+        return [kept_lengths(paths, row[:kept]) for paths, row in zip(rows, gains, strict=True)], kept
+
+    def _worthwhile(
+        self, rows: Sequence[list[Match]], tree: Sequence[int], nodes: int, most: int
+    ) -> tuple[list[list[tuple[float, int]]], int, float, float]:
+        """Return the nodes of n-grams of each row, how many are worth their verification, tokens per row, and seconds.
+
+        They are verified beside a tree of these widths and with so many nodes, root included.
+        """
+        tokens, gains = self._joined(rows, tree, most)
         surely: list[float] = []
-        drafting, plain = self.drafting(len(self.widths)) if nodes > 1 else 0.0, self.costs(1)
+        drafting, plain = self.drafting(len(tree)), self.costs(1)
         limit = (1 + self.credit) * plain
-        rate, kept = tokens[0] / (drafting + self.costs(nodes)), 0
+        spent = drafting + self.costs(nodes)
+        rate, kept = tokens[0] / spent, 0
         # sizes that are captured are all or nothing
         for count in [most] if self.sizes else range(1, len(tokens)):
             if count >= len(tokens) or nodes + count > self._reach:
@@ -227,33 +282,37 @@ class SpeculationGate:
             if tokens[count] / seconds <= rate:
                 continue
             if seconds > limit:
-                surely = surely or self._surely(self._joined, rows, nodes, most)[0]
+                surely = surely or self._surely(self._joined, rows, tree, most)[0]
             if seconds <= limit or surely[count] * plain > seconds:
-                rate, kept = tokens[count] / seconds, count
-        self.expected = tokens[kept]
-        return [kept_lengths(paths, row[:kept]) for paths, row in zip(rows, gains, strict=True)], kept
+                rate, kept, spent = tokens[count] / seconds, count, seconds
+        return gains, kept, tokens[kept], spent
 
     def _joined(
-        self, rows: Sequence[list[Match]], nodes: int, most: int
+        self, rows: Sequence[list[Match]], tree: Sequence[int], most: int
     ) -> tuple[list[float], list[list[tuple[float, int]]]]:
         """Return the tokens per row of steps with 0, 1, 2, ... nodes of n-grams beside a tree, and these nodes."""
-        gains = [self.chances.gains(paths)[:most] for paths in rows]
+        reached = self.chances.reached(self._told_apart(tree))
+        gains = [self.chances.gains(paths, reached)[:most] for paths in rows]
         columns = zip_longest(*gains, fillvalue=(0.0, 0))
         more = (sum(gain for gain, _ in column) / len(rows) for column in columns)
-        return list(accumulate(more, initial=self.tokens(self.widths) if nodes > 1 else 1.0)), gains
+        return list(accumulate(more, initial=1.0 + sum(reached))), gains
 
     def record(self, verification: Verification, drafting: float, verifying: float, is_draft: bool) -> None:
         """Learn from a step that has ended: its verification, the seconds of both parts, and whether it drafted."""
         rows, tree = sum(map(bool, verification.tokens)), verification.tree
         if not rows or tree is None or (self.ranks is not None and self.ranks.rank):
             return
-        nodes, levels = tree.num_nodes, len(self._said) or len(self.widths)
+        nodes, levels = tree.num_nodes, (len(self._said) or len(self.widths)) if is_draft else 0
         self.costs.add(nodes, verifying)
         plain = seconds = self.costs(1)
         worth = plain * sum(map(len, verification.tokens)) / rows
-        if is_draft:
-            self._drafting.add(levels, drafting)
-            self._learn(verification, nodes)
+        if is_draft or self.only_ngrams:
+            self._learn_ngrams(verification)
+            if is_draft:
+                self._drafting.add(levels, drafting)
+                self._learn(verification, nodes)
+            else:
+                self.chances.fade(FADE_PLAIN)
             self._speculating += 1
             seconds = min(drafting + verifying, OUTLIER * (self.drafting(levels) + self.costs(nodes)))
             self.credit = min(MOST_CREDIT, self.credit + (worth - seconds) / plain)
@@ -262,11 +321,14 @@ class SpeculationGate:
             self.chances.fade(FADE_PLAIN)
         self.worth, self.seconds = self.worth + worth, self.seconds + seconds
 
-    def _learn(self, verification: Verification, nodes: int) -> None:
-        """Count which of the nodes were accepted."""
-        drafter = self._drafter
+    def _learn_ngrams(self, verification: Verification) -> None:
+        """Count which of the n-grams were right, also of those that were not verified."""
         for matches, tokens in zip(self._matches, verification.tokens, strict=False):
             self.chances.add_match(matches, tokens)
+
+    def _learn(self, verification: Verification, nodes: int) -> None:
+        """Count which of the draft's nodes were accepted."""
+        drafter = self._drafter
         if drafter.chooses_nodes:
             return
         own = nodes if drafter.first_ngram_node is None else drafter.first_ngram_node
@@ -276,7 +338,6 @@ class SpeculationGate:
                 ranks = ranks_of(drafter, path, self.widths) if self._has_levels else [0] * len(path)
                 self.chances.add_path(self._told_apart(self.widths), ranks)
                 self.chances.add_said([shares[row] for shares in self._said], len(self.widths), len(ranks))
-                self.chances.extra += FADING * (len(tokens) - 1 - len(ranks) - self.chances.extra)
 
 
 def choices(drafter: Any, sizes: int = 0) -> list[tuple[Sequence[int], int]]:
@@ -285,20 +346,26 @@ def choices(drafter: Any, sizes: int = 0) -> list[tuple[Sequence[int], int]]:
     Their levels are those of the largest tree, or the first ones, and have at most 1, 2, 4, ... nodes each. Two sizes
     are the largest tree and a chain, and one is the largest tree.
     """
-    largest = tuple(drafter.largest)
+    largest, own_nodes = tuple(drafter.largest), num_own_nodes(drafter)
     if not largest:  # it always drafts the same
-        return [((1,) * drafter.max_depth, drafter.num_nodes)]
+        return [((1,) * drafter.max_depth, own_nodes)]
     most, depths = max(largest), range(1, len(largest) + 1)
     bounds = doublings(most) if has_levels(drafter) else [most]
     if sizes:
         bounds, depths = [bounds[0], most][-sizes:], depths[-1:]
     found = {tuple(min(bound, width) for width in largest[:depth]): None for bound in bounds for depth in depths}
-    return [(widths, min(drafter.num_nodes, 1 + sum(drafter.level_sizes(widths)))) for widths in found]
+    return [(widths, min(own_nodes, 1 + sum(drafter.level_sizes(widths)))) for widths in found]
+
+
+def num_own_nodes(drafter: Any) -> int:
+    """Return the number of nodes of a drafter's largest tree, without n-grams that join it."""
+    joins = drafter.first_ngram_node is not None and not drafter.chooses_nodes
+    return int(drafter.first_ngram_node if joins else drafter.num_nodes)
 
 
 def has_levels(drafter: Any) -> bool:
     """Return whether the trees of a drafter have all nodes of their levels, one level after the other."""
-    return bool(drafter.largest) and 1 + sum(drafter.level_sizes(drafter.largest)) == drafter.num_nodes
+    return bool(drafter.largest) and 1 + sum(drafter.level_sizes(drafter.largest)) == num_own_nodes(drafter)
 
 
 def ranks_of(drafter: Any, path: Sequence[int], widths: Sequence[int]) -> list[int]:
@@ -327,17 +394,18 @@ def kept_lengths(paths: Sequence[Match], nodes: Sequence[tuple[float, int]]) -> 
 
 
 class GatedDrafter(DrafterAround):
-    """Propose the tree of another drafter as far as it pays, else the root alone.
+    """Propose the tree of another drafter as far as it pays, else n-grams that join it, or the root alone.
 
-    Plain steps are hidden from the other drafter: it neither captures nor observes them. Before it proposes again, it
-    is resumed with the text so far and the verification of one more root. So the first step after a pause is plain.
-    `keep` is called when the text is complete.
+    Steps without its tree are hidden from the other drafter: it neither captures nor observes them. Before it proposes
+    again, it is resumed with the text so far and the verification of one more root. So the first step after a pause is
+    plain. `keep` is called when the text is complete.
     """
 
     def __init__(self, inner: Drafter, gate: SpeculationGate, stats: SpeculationStats, keep: Callable[[], None]):
         super().__init__(inner)
         self.gate = gate
         inner.follow(gate)
+        self._ngrams: Any = getattr(inner, "ngrams", None)
         self._stats, self._keep, self._clock = stats, keep, inner.binding.target.clock
         self._is_open = self._was_open = True
         self.is_awaited = False  # whether the other drafter is needed as if it had observed all steps
@@ -349,6 +417,12 @@ class GatedDrafter(DrafterAround):
     def wants_hidden(self) -> bool | tuple[int, ...]:
         """As the other drafter, in the steps that it observes."""
         return self._is_open and self.inner.wants_hidden
+
+    @property
+    def first_ngram_node(self) -> int | None:
+        """As the other drafter, or the node after the root."""
+        node: int | None = 1 if self._only_ngrams else self.inner.first_ngram_node
+        return node
 
     @property
     def reuse_graph(self) -> bool:
@@ -382,7 +456,8 @@ class GatedDrafter(DrafterAround):
         self._began = self._clock()
         self.gate.reach(max(self.binding.cache.lengths.host))
         self._was_open, self._is_open = self._is_open, self.gate.speculates() or self.is_awaited
-        tree = self.inner.propose(root) if self._drafts else DraftTree.root_only(root)
+        proposes = self.inner if self._drafts else self._ngrams if self._only_ngrams else None
+        tree = DraftTree.root_only(root) if proposes is None else proposes.propose(root)
         self._drafted = self._clock()
         return tree
 
@@ -395,6 +470,10 @@ class GatedDrafter(DrafterAround):
     def _drafts(self) -> bool:
         return self._is_open and self._was_open
 
+    @property
+    def _only_ngrams(self) -> bool:
+        return self.gate.only_ngrams and not self._is_open
+
     def capture(self, tree: DraftTree) -> Any:
         """Return the other drafter's capture while the gate is open."""
         return super().capture(tree) if self._is_open else None
@@ -406,8 +485,10 @@ class GatedDrafter(DrafterAround):
             row.extend(new)
         if self._is_open:
             self._inform(verification)
-        drafting = self._clock() - verified + self._drafted - self._began if self._is_open else 0.0
-        if self._drafts and verification.tree.num_nodes > 1:  # type: ignore[union-attr]
+        elif self._ngrams is not None:
+            self._ngrams.observe(verification)
+        drafting = self._clock() - verified + self._drafted - self._began if self._is_open or self._only_ngrams else 0.0
+        if (self._drafts or self._only_ngrams) and verification.tree.num_nodes > 1:  # type: ignore[union-attr]
             self._stats.num_expected_tokens += self.gate.expected * sum(map(bool, verification.tokens))
         self.gate.record(verification, drafting, verified - self._drafted, self._drafts)
 

@@ -4,7 +4,8 @@ A product of one row reads its weights at the bandwidth of the memory. One of 2 
 the whole weight first, each time, which takes two to three times as long. oneDNN can pack a weight once. Which way is
 faster depends on the shape, the number of rows and of threads, and the processor, so both are timed: each shape of a
 process in its first products, as in the benchmark mode of cuDNN. Other layers of a shape are packed as soon as that
-takes less time than not having packed them has cost. All packing together takes a small share of the time of the loop.
+takes less time than not having packed them has cost. All packing together takes a share of the time of the loop.
+Neither packing nor products that will be packed later count in [`TargetView.clock`], as later steps are without them.
 
 Products are bound to the modules of the target and of the draft while the loop runs. What is not an exact `nn.Linear`
 on plain weights keeps its own forward: quantized, offloaded and parametrized layers. The base layers of adapters are
@@ -35,11 +36,14 @@ logger = logging.get_logger(__name__)
 
 # Rows up to which products are packed, and the smallest weight, in numbers.
 MOST_ROWS, FEWEST = 64, 2**16
-# Timed products of each way, after one that is not counted, and the time of packed ones, relative to others, that
-# decides for them.
-SAMPLES, FASTER = 3, 0.95
-# Shares of the memory and of the time of the loop that packing may take, and seconds that it may take at once.
-MEMORY_SHARE, TIME_SHARE, AT_ONCE = 0.25, 0.05, 0.02
+# Timed products of each way, after one that is not counted. One is enough if the ways differ by the factor `CLEARLY`.
+SAMPLES, CLEARLY = 3, 1.4
+# Time of packed products, relative to others, that decides for them.
+FASTER = 0.95
+# Shares of the memory and of the time of the loop that packing may take, and seconds that it may take at once. The
+# loss is bounded anyway, as no weight is packed before that pays. With a share of 0.05, 66 steps of SmolLM2-135M on two
+# cores took 3.8 s, and with 0.25 they took 2.9 s.
+MEMORY_SHARE, TIME_SHARE, AT_ONCE = 0.25, 0.25, 0.02
 
 
 @dataclass
@@ -51,7 +55,11 @@ class Times:
 
     @property
     def is_known(self) -> bool:
-        return len(self.own) > SAMPLES and len(self.packed) > SAMPLES
+        fewest = min(len(self.own), len(self.packed)) - 1
+        if fewest <= 0:
+            return False
+        own, packed = min(self.own[1:]), min(self.packed[1:])
+        return fewest >= SAMPLES or max(own, packed) > CLEARLY * min(own, packed)
 
     @property
     def gain(self) -> float:
@@ -115,10 +123,14 @@ class Product:
         self.sums = torch.tensor([])  # of the weight that was packed
         self.lost = 0.0  # seconds that packing would have saved so far
 
-    def bind(self) -> None:
-        """Prepare for the thread that calls, and drop a copy of weights that have changed since."""
-        self.thread = threading.get_ident()
+    def bind(self, steps: Any) -> None:
+        """Prepare for the thread that calls, and drop a copy of weights that have changed since.
+
+        Time that later products do not take is added to `steps.seconds`, see [`Steps`].
+        """
+        self.thread, self.steps = threading.get_ident(), steps
         weight, threads = self.weight, torch.get_num_threads()
+        self.clock = time.thread_time if threads == 1 else time.perf_counter  # as `TargetView.clock`
         state = weight.data_ptr(), weight._version, threads
         # fused optimizers, and what writes to `weight.data` as adapters do when they are merged, count no version
         if state != self.state or (self.packed is not None and not torch.equal(sums_of(weight), self.sums)):
@@ -140,6 +152,8 @@ class Product:
             self.lost += gain
             if self.lost >= self.shape.packing:
                 self._pack()
+            if self.lost > 0:  # there is room for a copy
+                self.steps.seconds += gain
         return nn.functional.linear(x, self.weight, self.bias)
 
     def _timed(self, x: torch.Tensor, times: Times) -> torch.Tensor:
@@ -147,9 +161,11 @@ class Product:
         is_packed = len(times.packed) < len(times.own) and (self.packed is not None or self._pack())
         if not is_packed and len(times.own) > SAMPLES:
             return nn.functional.linear(x, self.weight, self.bias)
-        started = time.perf_counter()
+        started = self.clock()
         result = self._packed(x) if is_packed else nn.functional.linear(x, self.weight, self.bias)
-        (times.packed if is_packed else times.own).append(time.perf_counter() - started)
+        seconds = self.clock() - started
+        (times.packed if is_packed else times.own).append(seconds)
+        self.steps.seconds += seconds - min(times.own + times.packed)
         return result
 
     def _packed(self, x: torch.Tensor) -> torch.Tensor:
@@ -163,11 +179,12 @@ class Product:
         if not _has_room(self.weight.nbytes):
             self.lost = -float("inf")
             return False
-        started = time.perf_counter()
+        started = self.clock()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
         self.sums = sums_of(self.weight)
-        seconds = time.perf_counter() - started
+        seconds = self.clock() - started
         _budget.spent += seconds
+        self.steps.seconds += seconds
         self.shape.packing = min(self.shape.packing, seconds)
         return True
 
@@ -208,8 +225,8 @@ def packable(module: nn.Module) -> bool:
 
 
 @contextmanager
-def packed_products(*models: nn.Module) -> Iterator[None]:
-    """Bind the products of models that this thread runs while the context is open."""
+def packed_products(steps: Any, *models: nn.Module) -> Iterator[None]:
+    """Bind the products of models that this thread runs while the context is open, for the [`Steps`] of a target."""
     bound: list[tuple[nn.Module, Any]] = []
     before = packed_bytes()
     _budget.begin()
@@ -220,7 +237,7 @@ def packed_products(*models: nn.Module) -> Iterator[None]:
                     product = _products.get(module)
                     if product is None or product.weight is not module.weight:
                         product = _products[module] = Product(module)  # type: ignore[arg-type]
-                product.bind()
+                product.bind(steps)
                 vars(module)["forward"] = product
                 bound.append((module, product))
         yield
@@ -256,7 +273,7 @@ class PackingDrafter(DrafterAround):
     @contextmanager
     def attention(self) -> Iterator[None]:
         """Open the context of the other drafter, in which products are bound."""
-        with self.inner.attention(), packed_products(*self._models):
+        with self.inner.attention(), packed_products(self.inner.binding.target.steps, *self._models):
             yield
 
 
