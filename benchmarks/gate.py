@@ -36,7 +36,7 @@ from hf_longspec.modeling.shared.aux_hidden_states import AuxDraftModel
 
 # Tokens of a turn: enough that a cold cache at its beginning costs little, and few enough for a fraction of a second.
 TURN = 16
-FIXED = ", fixed"
+FIXED, AUTO = ", fixed", "AutoDraft"
 # Bytes of the prompt that is lent.
 MOST_BYTES = 8 << 30
 CODE = "```python\n{text}\n```\n"
@@ -169,7 +169,8 @@ def measure(
         runs: dict[str, Any] = {}
         for name in rotated(list(ways), number):  # another way to decode goes first in the next text
             lent = {} if isinstance(ways[name], AuxDraftModel) else {"past_key_values": prefixes.take(prompt)}
-            runs[name] = SteppedRun(model, ways[name], prompt, max(lengths), **how, **lent)
+            draft = ways[name].choose(model, prompt, **how) if name == AUTO else ways[name]
+            runs[name] = SteppedRun(model, draft, prompt, max(lengths), **how, **lent)
         interleave(runs, max(lengths))
         others = {
             name: StockRun(model, prompt, max(lengths), **how, **options) for name, options in (stock or {}).items()
@@ -263,6 +264,7 @@ def ways_for(model: PreTrainedModel, folders: list[str], fixed: bool) -> dict[st
 
     torch.manual_seed(0)  # of the random weights
     makers = {
+        AUTO: lambda: hf_longspec.AutoDraft.from_target(model),
         "n-grams": lambda: hf_longspec.NgramDraftModel.from_target(model),
         "SpecAttn": lambda: hf_longspec.SpecAttnDraftModel.from_target(model),
         "SpecAttn, int4": lambda: harness.open_draft("self-int4", model),
@@ -278,7 +280,7 @@ def ways_for(model: PreTrainedModel, folders: list[str], fixed: bool) -> dict[st
             ways[name] = make()
         except ValueError:  # no layer of a small target can be rounded
             continue
-        if fixed:
+        if fixed and name != AUTO:
             ways[name + FIXED] = without_gate(make())
     return ways
 

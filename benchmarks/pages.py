@@ -158,8 +158,8 @@ STOCK = "generate"  # as benchmarks/gate.py names it
 GAINS = {
     PLAIN: "no draft",
     "n-grams": "n-grams",
-    "smollm2-135m-tokenswift": "TokenSwift",
-    "smollm2-135m-tokenswift-ngrams": "TokenSwift and n-grams",
+    "smollm2-135m-tokenswift-alone": "TokenSwift heads",
+    "smollm2-135m-tokenswift": "TokenSwift and n-grams",
     "generate, prompt lookup": "prompt lookup of transformers",
 }
 MORE_GAINS = GAINS | {"smollm2-135m-longspec": "LongSpec", "SpecAttn, int4": "SpecAttn, 4-bit weights"}

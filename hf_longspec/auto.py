@@ -46,9 +46,10 @@ class AutoDraft(DraftModel):
     """Decode with the fastest of the drafts that exist for a target.
 
     These are the draft that the target's card or config.json names as `draft_model`, the MTP layers of its checkpoint,
-    on a GPU the target with weights of 4 bits, and n-grams. The first call of `generate` continues the end of its
-    longest prompt with each of them and without a draft, by a few tokens and sampled as the call is. This and all later
-    calls use the fastest, `chosen`, whose gate goes on to measure. `choice` says what was chosen and why.
+    on a GPU the target with weights of 4 bits, and n-grams, unless they join one of these. If there are several, the
+    first call of `generate` continues the end of its longest prompt with each of them and without a draft, by a few
+    tokens and sampled as the call is. This and all later calls use the fastest, `chosen`, whose gate goes on to
+    measure. `choice` says what was chosen and why.
 
     ```python
     draft = AutoDraft.from_target(target)
@@ -92,7 +93,8 @@ class AutoDraft(DraftModel):
         if target.device.type == "cuda":  # where a step takes as long as reading the weights
             with skipping(CHEAP, logger.debug):
                 found[CHEAP] = weightless_drafts()[CHEAP].from_target(target, **preset_of(CHEAP))
-        found[DRAFTS[NGRAMS].config.short_name()] = DRAFTS[NGRAMS].model.from_target(target)
+        if not any(map(has_ngrams, found.values())):  # the gate verifies them alone where that is faster
+            found[DRAFTS[NGRAMS].config.short_name()] = DRAFTS[NGRAMS].model.from_target(target)
         return draft
 
     @property
@@ -129,7 +131,7 @@ class AutoDraft(DraftModel):
             plain = speeds.pop("")
             best = max(speeds, key=lambda name: speeds[name])
             self._candidates = {best: drafts[best]}
-            self.choice = line(best, speeds, plain, bool(options.get("do_sample")))
+            self.choice = line(best, speeds, plain, bool(options.get("do_sample")), has_ngrams(drafts[best]))
             self._report(self.choice)
         self._pass_settings(self.chosen)
         return self.chosen
@@ -196,8 +198,15 @@ def trial_speed(target: PreTrainedModel, draft: DraftModel, ids: torch.Tensor, o
     return max(speeds)
 
 
-def line(best: str, speeds: dict[str, float], plain: float, is_sampled: bool) -> str:
+def has_ngrams(draft: DraftModel) -> bool:
+    """Return whether n-grams join the tree of a draft."""
+    return draft.takes_ngrams and draft.setting("ngram_candidates") > 0
+
+
+def line(best: str, speeds: dict[str, float], plain: float, is_sampled: bool, with_ngrams: bool) -> str:
     """Return the line that says what was chosen and why."""
+    if len(speeds) == 1 and with_ngrams:
+        return f"draft: {best}, with n-grams, as no other exists for this model"
     if len(speeds) == 1:
         seldom = "; sampled text repeats little, so the gate may pause it" if is_sampled else ""
         return f"draft: {best}, as no other exists for this model{seldom}"

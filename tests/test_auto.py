@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_longspec import AutoDraft, NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, auto
 from tests.modeling.calls import LENGTHS, generate
-from tests.tiny_targets import tiny_target
+from tests.tiny_targets import random_tokenswift_draft, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -98,6 +98,20 @@ def test_a_target_without_more_has_ngrams_without_a_trial(target, speeds, tmp_pa
     assert draft.choice == "draft: ngram, as no other exists for this model" and not speeds[1]
     draft.save_pretrained(tmp_path / "saved")
     assert isinstance(NgramDraftModel.from_pretrained(tmp_path / "saved", target=target), NgramDraftModel)
+
+
+@pytest.mark.parametrize("candidates", [0, 2])
+def test_ngrams_that_join_the_named_draft_are_no_candidate(named, tmp_path, speeds, candidates):
+    """The gate verifies them alone where that is faster, so there is nothing to try."""
+    heads = random_tokenswift_draft(named, ngram_candidates=candidates)
+    heads.save_pretrained(tmp_path / "draft")
+    draft = AutoDraft.from_target(named)
+    kinds = [candidate.config.short_name() for candidate in draft._candidates.values()]
+    assert kinds == ["tokenswift"] + ["ngram"] * (not candidates)
+    assert torch.equal(generate(named, draft), generate(named, None))
+    assert bool(speeds[1]) == (not candidates)
+    if candidates:
+        assert draft.choice == f"draft: {tmp_path / 'draft'}, with n-grams, as no other exists for this model"
 
 
 def test_without_a_text_the_first_candidate_decodes(named, speeds):

