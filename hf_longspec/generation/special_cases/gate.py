@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate, chain, zip_longest
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -62,6 +62,15 @@ class Recent:
     def rate(self) -> float:
         """Tokens per second; 0 before any step."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class StepWithNgrams(NamedTuple):
+    """What is expected of a step that verifies n-grams."""
+
+    gains: list[list[tuple[float, int]]]  # results of [`Chances.gains`] for each row
+    kept: int  # how many of them are verified
+    tokens: float  # per row
+    seconds: float
 
 
 class SpeculationGate:
@@ -251,23 +260,19 @@ class SpeculationGate:
 
     def _lengths(self, rows: Sequence[list[Match]], nodes: int, most: int) -> tuple[list[list[int]], int]:
         """Return how many tokens of each path are worth their verification, and the number of nodes. See `cut`."""
-        tree = self.widths if nodes > 1 else ()
-        gains, kept, self.expected, seconds = self._worthwhile(rows, tree, nodes, most)
-        if self._joins_ngrams:
-            widths, size = (tree, nodes) if tree else self._tree
-            self._ngrams_alone.add(*((self.expected, seconds) if not tree else self._worthwhile(rows, (), 1, most)[2:]))
-            self._ngrams_beside.add(
-                *((self.expected, seconds) if tree else self._worthwhile(rows, widths, size, most)[2:])
-            )
-        return [kept_lengths(paths, row[:kept]) for paths, row in zip(rows, gains, strict=True)], kept
+        has_tree = nodes > 1
+        step = self._with_ngrams(rows, self.widths if has_tree else (), nodes, most)
+        self.expected = step.tokens
+        if self._joins_ngrams:  # what the same n-grams would gain without the tree, or beside it
+            other = self._with_ngrams(rows, *(((), 1) if has_tree else self._tree), most)
+            beside, alone = (step, other) if has_tree else (other, step)
+            self._ngrams_beside.add(beside.tokens, beside.seconds)
+            self._ngrams_alone.add(alone.tokens, alone.seconds)
+        pairs = zip(rows, step.gains, strict=True)
+        return [kept_lengths(paths, gains[: step.kept]) for paths, gains in pairs], step.kept
 
-    def _worthwhile(
-        self, rows: Sequence[list[Match]], tree: Sequence[int], nodes: int, most: int
-    ) -> tuple[list[list[tuple[float, int]]], int, float, float]:
-        """Return the nodes of n-grams of each row, how many are worth their verification, tokens per row, and seconds.
-
-        They are verified beside a tree of these widths and with so many nodes, root included.
-        """
+    def _with_ngrams(self, rows: Sequence[list[Match]], tree: Sequence[int], nodes: int, most: int) -> "StepWithNgrams":
+        """Return the best step with n-grams beside a tree of these widths and with so many nodes, root included."""
         tokens, gains = self._joined(rows, tree, most)
         surely: list[float] = []
         drafting, plain = self.drafting(len(tree)), self.costs(1)
@@ -285,7 +290,7 @@ class SpeculationGate:
                 surely = surely or self._surely(self._joined, rows, tree, most)[0]
             if seconds <= limit or surely[count] * plain > seconds:
                 rate, kept, spent = tokens[count] / seconds, count, seconds
-        return gains, kept, tokens[kept], spent
+        return StepWithNgrams(gains, kept, tokens[kept], spent)
 
     def _joined(
         self, rows: Sequence[list[Match]], tree: Sequence[int], most: int
