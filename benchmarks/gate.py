@@ -28,6 +28,7 @@ from benchmarks import harness
 from benchmarks.harness import Run
 from benchmarks.report import mean_interval
 from hf_longspec.cli.measuring import PLAIN, rotated, significant
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.call import Call
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.sequences import SpeculationStats
@@ -168,7 +169,7 @@ def measure(
         prefixes.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, do_sample=False)
         runs: dict[str, Any] = {}
         for name in rotated(list(ways), number):  # another way to decode goes first in the next text
-            lent = {} if isinstance(ways[name], AuxDraftModel) else {"past_key_values": prefixes.take(prompt)}
+            lent = {} if isinstance(ways[name], AuxDraftModel) else {CACHE_NAME: prefixes.take(prompt)}
             draft = ways[name].choose(model, prompt, **how) if name == AUTO else ways[name]
             runs[name] = SteppedRun(model, draft, prompt, max(lengths), **how, **lent)
         interleave(runs, max(lengths))
