@@ -47,6 +47,7 @@ def test_tau_is_that_of_decoding_the_rows(tmp_path, monkeypatch):
     encoder = DocumentEncoder(DraftTrainingArguments(str(tmp_path)))
     measured = measure(draft, target, [*rows, {"input_ids": torch.arange(3, 10)}], encoder)
     assert (measured.tau, measured.texts) == (1.0, 2) and measured.pays_from > 0
+    assert draft.last_speculation.num_plain_steps == 0
     assert measure(draft, target, [{"input_ids": torch.arange(3, 10)}], encoder) is None
 
 
