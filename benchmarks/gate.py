@@ -169,7 +169,8 @@ def measure(
         prefixes.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, do_sample=False)
         runs: dict[str, Any] = {}
         for name in rotated(list(ways), number):  # another way to decode goes first in the next text
-            lent = {} if isinstance(ways[name], AuxDraftModel) else {CACHE_NAME: prefixes.take(prompt)}
+            reads_prompt = isinstance(ways[name], AuxDraftModel | hf_longspec.MtpDraftModel)
+            lent = {} if reads_prompt else {CACHE_NAME: prefixes.take(prompt)}
             draft = ways[name].choose(model, prompt, **how) if name == AUTO else ways[name]
             runs[name] = SteppedRun(model, draft, prompt, max(lengths), **how, **lent)
         interleave(runs, max(lengths))

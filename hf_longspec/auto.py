@@ -93,7 +93,7 @@ class AutoDraft(DraftModel):
         if target.device.type == "cuda":  # where a step takes as long as reading the weights
             with skipping(CHEAP, logger.debug):
                 found[CHEAP] = weightless_drafts()[CHEAP].from_target(target, **preset_of(CHEAP))
-        if not any(map(has_ngrams, found.values())):  # the gate verifies them alone where that is faster
+        if not any(draft.num_ngram_nodes for draft in found.values()):  # else the gate verifies them alone, too
             found[DRAFTS[NGRAMS].config.short_name()] = DRAFTS[NGRAMS].model.from_target(target)
         return draft
 
@@ -131,7 +131,8 @@ class AutoDraft(DraftModel):
             plain = speeds.pop("")
             best = max(speeds, key=lambda name: speeds[name])
             self._candidates = {best: drafts[best]}
-            self.choice = line(best, speeds, plain, bool(options.get("do_sample")), has_ngrams(drafts[best]))
+            with_ngrams = drafts[best].num_ngram_nodes > 0
+            self.choice = line(best, speeds, plain, bool(options.get("do_sample")), with_ngrams)
             self._report(self.choice)
         self._pass_settings(self.chosen)
         return self.chosen
@@ -196,11 +197,6 @@ def trial_speed(target: PreTrainedModel, draft: DraftModel, ids: torch.Tensor, o
     finally:
         draft.generation_config.gate = gate
     return max(speeds)
-
-
-def has_ngrams(draft: DraftModel) -> bool:
-    """Return whether n-grams join the tree of a draft."""
-    return draft.takes_ngrams and draft.setting("ngram_candidates") > 0
 
 
 def line(best: str, speeds: dict[str, float], plain: float, is_sampled: bool, with_ngrams: bool) -> str:

@@ -148,7 +148,7 @@ class DraftModel(PreTrainedModel):
     def drafter(self, binding: Binding) -> Any:
         """Return the [`Drafter`] of one call, with n-grams if the settings enable them."""
         drafter = self.make_drafter(binding)
-        return JoinedDrafter(drafter, NgramDrafter(binding, self.setting)) if self._num_ngram_nodes else drafter
+        return JoinedDrafter(drafter, NgramDrafter(binding, self.setting)) if self.num_ngram_nodes else drafter
 
     def candidate_generator(self, target: PreTrainedModel, max_length: int) -> Drafter:
         """Return a `CandidateGenerator` of transformers that proposes the chains of this draft for one text.
@@ -185,7 +185,7 @@ class DraftModel(PreTrainedModel):
 
     def num_tree_nodes(self, target: TargetView) -> int:
         """Return the maximum number of nodes of a verified tree: root, drafted tokens and n-grams."""
-        return self.max_nodes(target) + self._num_ngram_nodes
+        return self.max_nodes(target) + self.num_ngram_nodes
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """Return the drafter of one call with the present settings, without n-grams; see `drafter`."""
@@ -235,11 +235,10 @@ class DraftModel(PreTrainedModel):
 
         Rejection sampling supports chains of drawn tokens only.
         """
-        candidates = self.setting("ngram_candidates") if self.takes_ngrams else 0
-        if candidates and self.draws_tokens:
+        if self.num_ngram_nodes and self.draws_tokens:
             raise ValueError(
-                f"acceptance='rejection' with ngram_candidates={candidates}: rejection sampling does not support "
-                "n-grams in the tree. Use acceptance='coupled' or ngram_candidates=0."
+                f"acceptance='rejection' with ngram_candidates={self.setting('ngram_candidates')}: rejection sampling "
+                "does not support n-grams in the tree. Use acceptance='coupled' or ngram_candidates=0."
             )
 
     @property
@@ -248,7 +247,8 @@ class DraftModel(PreTrainedModel):
         return "acceptance" in self.declared and bool(self.setting("acceptance") == "rejection")
 
     @property
-    def _num_ngram_nodes(self) -> int:
+    def num_ngram_nodes(self) -> int:
+        """Number of nodes of n-grams that join the tree."""
         return self.setting("ngram_candidates") * self.setting("ngram_num_tokens") if self.takes_ngrams else 0
 
     def setting(self, name: str) -> Any:

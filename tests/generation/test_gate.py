@@ -9,8 +9,15 @@ import pytest
 import torch
 
 from hf_longspec.generation.drafter import Drafter, drafted_tokens
+from hf_longspec.generation.sequences import SpeculationStats
 from hf_longspec.generation.special_cases.costs import Chances, Costs
-from hf_longspec.generation.special_cases.gate import SpeculationGate, choices, gate_of, has_levels
+from hf_longspec.generation.special_cases.gate import (
+    GatedDrafter,
+    SpeculationGate,
+    choices,
+    gate_of,
+    has_levels,
+)
 from tests.generation.made_up_machine import BINDING, Levels, Machine, always
 
 CHAIN, TREE, LONG = (1,) * 4, (4, 4, 4, 3), (1,) * 16
@@ -323,6 +330,24 @@ class TestNgramsBesideADraft:
         assert [gain for gain, _ in beside] == sorted(
             (gain * left for (gain, _), left in zip(alone, (0.5, 0.75, 1.0), strict=True)), reverse=True
         )
+
+    def test_paths_are_verified_from_their_beginnings_on(self):
+        """Also where later tokens gain more, as the tree beside them seldom reaches these."""
+        gains = Chances(0.6).gains([((1, 2, 3), 8)], reached=[0.9, 0.1])
+        assert [gain for gain, _ in gains] == pytest.approx([0.65 * 0.1, 0.65**2 * 0.9, 0.65**3])
+
+    def test_a_step_in_which_the_draft_is_awaited_is_none_of_ngrams(self):
+        """It brings the draft up to date, with the root alone."""
+        drafter = JoinedLevels(CHAIN)
+        drafter.ngrams = drafter
+        drafter.binding = SimpleNamespace(
+            target=SimpleNamespace(clock=lambda: 0.0),
+            cache=SimpleNamespace(lengths=SimpleNamespace(host=[9])),
+        )
+        gate = SpeculationGate(drafter, lambda *_: Costs())
+        gated = GatedDrafter(drafter, gate, SpeculationStats(), lambda: None)
+        gated._is_open, gated.is_awaited = False, True
+        assert gated.propose(torch.tensor([5])).num_nodes == 1 and not gate.only_ngrams
 
     def test_a_compiled_target_has_no_more_sizes(self):
         """A further size takes minutes to compile."""

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from itertools import zip_longest
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +30,7 @@ def small(monkeypatch):
     monkeypatch.setattr(module, "FEWEST", 1)
     monkeypatch.setattr(module, "_shapes", {})
     monkeypatch.setattr(module, "AT_ONCE", 60.0)
-    monkeypatch.setattr(Times, "gain", property(lambda times: 1.0))
+    monkeypatch.setattr(Times, "gain", property(lambda times: 1.0, lambda *_: None))
 
 
 @pytest.fixture
@@ -257,12 +258,19 @@ def test_the_gate_reads_a_clock_without_it(small, ticking, monkeypatch):
 
 
 def test_products_that_differ_clearly_are_timed_twice():
-    times = Times(own=[9.0, 2.0], packed=[9.0])
-    assert not times.is_known
-    times.packed.append(1.0)
-    assert times.is_known
-    assert not Times(own=[9.0, 2.0], packed=[9.0, 1.9]).is_known
-    assert Times(own=[9.0, 2.0, 2.0, 2.0], packed=[9.0, 1.9, 1.9, 1.9]).is_known
+    def timed(own, packed):
+        times = Times()
+        for pair in zip_longest(own, packed):
+            for is_packed, seconds in enumerate(pair):
+                if seconds is not None:
+                    times.add(seconds, bool(is_packed))
+        return times
+
+    assert not timed([9.0, 2.0], [9.0]).is_known
+    assert timed([9.0, 2.0], [9.0, 1.0]).is_known
+    assert not timed([9.0, 2.0], [9.0, 1.9]).is_known
+    assert timed([9.0, 2.0, 2.0, 2.0], [9.0, 1.9, 1.9, 1.9]).is_known
+    assert timed([9.0, 2.0, 2.0, 2.0], [9.0, 1.0, 1.0, 1.0]).gain == 1.0
 
 
 def test_packing_waits_until_it_pays(small):

@@ -216,12 +216,12 @@ class Chances:
                 return
 
     def gains(self, paths: Sequence[Match], reached: Sequence[float] = ()) -> list[tuple[float, int]]:
-        """Return for each node of the paths of a row its gain in tokens and the index of its path, best first.
+        """Return for each node of the paths of a row its gain in tokens and the index of its path, likeliest first.
 
         Tokens that a path shares with the first one are nodes of the first one. A node gains nothing where a tree
         beside it, which reaches its levels with these chances, has the same token. Both are taken to be independent.
         """
-        found: list[tuple[float, int]] = []
+        found: list[tuple[float, float, int]] = []
         first, chances = paths[0][0] if paths else (), [1.0]
         for index, (path, length) in enumerate(paths):
             shared = common(path, first) if index else 0
@@ -234,8 +234,9 @@ class Chances:
                     chance *= self.of(("match", match), MATCHES[match - 1])
                 if not index:
                     chances.append(chance)
-                found.append((chance * (1 - reached[depth] if depth < len(reached) else 1.0), index))
-        return sorted(found, key=lambda node: -node[0])
+                found.append((chance, 1 - reached[depth] if depth < len(reached) else 1.0, index))
+        # by chance, which no node has more of than the one before it on its path
+        return [(chance * left, index) for chance, left, index in sorted(found, key=lambda node: -node[0])]
 
     def add_match(self, paths: Sequence[Match], tokens: Sequence[int]) -> None:
         """Count the paths of n-grams before the emitted `tokens`, also those that were not verified."""

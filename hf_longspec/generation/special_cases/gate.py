@@ -3,8 +3,8 @@
 A step takes the tree that emits the most tokens per second: (1 + chances of its nodes) / (drafting + verification). The
 root alone, a plain step, is one of the choices. N-grams that join a draft are verified on their own where its tree does
 not pay. Costs belong to the target and are shared by all of its drafts; chances belong to the draft, and both outlive a
-call. What is tried and does not pay is bounded by a credit, in plain steps:
-`CREDIT` at first, and `SHARE` of each plain step afterwards. All of it is per growing row.
+call. What is tried and does not pay is bounded by a credit, in plain steps: `CREDIT` at first, and `SHARE` of each
+plain step afterwards. All of it is per growing row.
 
 Choices by the ratio of expected tokens and time: SmartSpec, https://huggingface.co/papers/2406.14066, and Sequoia,
 https://huggingface.co/papers/2402.12374. [`SpeculationGate`] decides, and [`GatedDrafter`] hides plain steps from the
@@ -271,7 +271,7 @@ class SpeculationGate:
         pairs = zip(rows, step.gains, strict=True)
         return [kept_lengths(paths, gains[: step.kept]) for paths, gains in pairs], step.kept
 
-    def _with_ngrams(self, rows: Sequence[list[Match]], tree: Sequence[int], nodes: int, most: int) -> "StepWithNgrams":
+    def _with_ngrams(self, rows: Sequence[list[Match]], tree: Sequence[int], nodes: int, most: int) -> StepWithNgrams:
         """Return the best step with n-grams beside a tree of these widths and with so many nodes, root included."""
         tokens, gains = self._joined(rows, tree, most)
         surely: list[float] = []
@@ -426,7 +426,7 @@ class GatedDrafter(DrafterAround):
     @property
     def first_ngram_node(self) -> int | None:
         """As the other drafter, or the node after the root."""
-        node: int | None = 1 if self._only_ngrams else self.inner.first_ngram_node
+        node: int | None = 1 if self.gate.only_ngrams else self.inner.first_ngram_node
         return node
 
     @property
@@ -461,7 +461,8 @@ class GatedDrafter(DrafterAround):
         self._began = self._clock()
         self.gate.reach(max(self.binding.cache.lengths.host))
         self._was_open, self._is_open = self._is_open, self.gate.speculates() or self.is_awaited
-        proposes = self.inner if self._drafts else self._ngrams if self._only_ngrams else None
+        self.gate.only_ngrams &= not self._is_open
+        proposes = self.inner if self._drafts else self._ngrams if self.gate.only_ngrams else None
         tree = DraftTree.root_only(root) if proposes is None else proposes.propose(root)
         self._drafted = self._clock()
         return tree
@@ -474,10 +475,6 @@ class GatedDrafter(DrafterAround):
     @property
     def _drafts(self) -> bool:
         return self._is_open and self._was_open
-
-    @property
-    def _only_ngrams(self) -> bool:
-        return self.gate.only_ngrams and not self._is_open
 
     def capture(self, tree: DraftTree) -> Any:
         """Return the other drafter's capture while the gate is open."""
@@ -492,8 +489,9 @@ class GatedDrafter(DrafterAround):
             self._inform(verification)
         elif self._ngrams is not None:
             self._ngrams.observe(verification)
-        drafting = self._clock() - verified + self._drafted - self._began if self._is_open or self._only_ngrams else 0.0
-        if (self._drafts or self._only_ngrams) and verification.tree.num_nodes > 1:  # type: ignore[union-attr]
+        is_open = self._is_open or self.gate.only_ngrams
+        drafting = self._clock() - verified + self._drafted - self._began if is_open else 0.0
+        if is_open and verification.tree.num_nodes > 1:  # type: ignore[union-attr]
             self._stats.num_expected_tokens += self.gate.expected * sum(map(bool, verification.tokens))
         self.gate.record(verification, drafting, verified - self._drafted, self._drafts)
 

@@ -52,20 +52,16 @@ class Times:
 
     own: list[float] = field(default_factory=list)
     packed: list[float] = field(default_factory=list)
+    is_known: bool = False
+    gain: float = 0.0  # seconds that a packed product saves; 0 if it is not clearly faster
 
-    @property
-    def is_known(self) -> bool:
-        fewest = min(len(self.own), len(self.packed)) - 1
-        if fewest <= 0:
-            return False
-        own, packed = min(self.own[1:]), min(self.packed[1:])
-        return fewest >= SAMPLES or max(own, packed) > CLEARLY * min(own, packed)
-
-    @property
-    def gain(self) -> float:
-        """Seconds that a packed product saves; 0 if it is not clearly faster."""
-        own, packed = min(self.own[1:]), min(self.packed[1:])
-        return own - packed if packed < FASTER * own else 0.0
+    def add(self, seconds: float, is_packed: bool) -> None:
+        """Count a product."""
+        (self.packed if is_packed else self.own).append(seconds)
+        if (fewest := min(len(self.own), len(self.packed)) - 1) > 0:
+            own, packed = min(self.own[1:]), min(self.packed[1:])
+            self.is_known = fewest >= SAMPLES or max(own, packed) > CLEARLY * min(own, packed)
+            self.gain = own - packed if packed < FASTER * own else 0.0
 
 
 @dataclass
@@ -164,7 +160,7 @@ class Product:
         started = self.clock()
         result = self._packed(x) if is_packed else nn.functional.linear(x, self.weight, self.bias)
         seconds = self.clock() - started
-        (times.packed if is_packed else times.own).append(seconds)
+        times.add(seconds, is_packed)
         self.steps.seconds += seconds - min(times.own + times.packed)
         return result
 
