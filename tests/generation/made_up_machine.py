@@ -39,14 +39,15 @@ class Machine:
         self.drafter.tells = tells
         self.costs = {}
         self.gate = SpeculationGate(self.drafter, self.costs_of, sizes=sizes)
-        self.gate.reach(1024)
         self.now, self.emitted, self.was_open, self.steps = 0.0, 0, True, []
 
     def costs_of(self, power, earlier):
-        return self.costs.setdefault(power, Costs(earlier))
+        self.costs[power] = Costs(self.costs.get(power, earlier), is_longer=power not in self.costs)
+        return self.costs[power]
 
     def step(self):
         """Run one step as the loop does: drafting begins with a plain step that brings the drafter up to date."""
+        self.gate.reach(1024)
         is_open = self.gate.speculates()
         drafts, self.was_open = is_open and self.was_open, is_open
         widths = self.gate.widths if drafts else ()

@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from hf_longspec import LongSpecDraftModel
+from hf_longspec import LongSpecDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.special_cases import gate as module
+from hf_longspec.generation.special_cases.costs import Costs
 from hf_longspec.generation.special_cases.gate import SpeculationGate, gate_of
 from hf_longspec.generation.target import TargetView
 from tests.tiny_targets import RandomTreeDraftModel, generate, tiny_target
@@ -69,13 +70,18 @@ def test_the_second_call_begins_with_what_is_known(gates):
     assert gates[1][0] is gates[1][1] is gates[0][0]
 
 
-def test_costs_are_shared_by_all_drafts_of_a_target(gates):
-    model = tiny_target("llama")
-    generate(model, useless(model))
-    generate(model, useless(model))
-    assert gates[1][1] is None and gates[1][0].costs is gates[0][0].costs
-    generate(tiny_target("llama"), useless(model))
-    assert gates[2][0].costs is not gates[0][0].costs
+def test_drafts_of_a_method_share_the_costs_of_a_target(monkeypatch):
+    """Others have their own, as methods read more or less of a verification."""
+    model, known = tiny_target("llama"), []
+    before(
+        monkeypatch, Costs, "__init__", lambda _, earlier=None, **__: earlier and known.append(bool(earlier.samples()))
+    )
+    begins_with_costs = []
+    for draft in (useless(model), useless(model), SpecAttnDraftModel.from_target(model)):
+        known.clear()
+        generate(model, draft)
+        begins_with_costs.append(known[0])
+    assert begins_with_costs == [False, True, False]
 
 
 def test_a_call_of_another_kind_has_a_gate_of_its_own(gates):

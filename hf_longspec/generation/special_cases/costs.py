@@ -1,22 +1,24 @@
 """What the gate knows: seconds of steps by their size, and the chance that a drafted token is accepted.
 
 [`Costs`] are measured from the steps that run anyway: medians of the last ones, which grow with the size. Medians are
-right beside other programs, too, as these make steps of all sizes slower. [`Chances`] are shares of recent trials,
-which begin with a prior.
+right beside other programs, too, as these make steps of all sizes slower; so what earlier calls have measured holds in
+proportion. [`Chances`] are shares of recent trials, which begin with a prior.
 """
 
 from bisect import bisect
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from operator import mul
-from statistics import median
+from statistics import median, median_low
 
 # Last steps of a size whose median counts.
 SAMPLES = 16
 # Steps of a size after which its time is taken as it is. The first one may fill caches, or share the processor.
 CERTAIN = 3
+# Steps after which a size that was measured once is measured again, and last steps that tell how fast the machine is.
+AGAIN, RATIOS = 64, 32
 # Steps take equally long within this factor; otherwise so many of them are measured.
 EQUAL, MANY = 1.3, 6
 # Time of one more node in plain steps, and weight of a prior in trials, before anything is measured. The first is low,
@@ -42,7 +44,10 @@ class Costs:
     A size that was not measured lies on the line between its neighbours.
 
     Args:
-        earlier ([`Costs`], *optional*): Costs after shorter texts. They hold, in proportion, until sizes are measured.
+        earlier ([`Costs`], *optional*): Costs of an earlier call, when the machine may have been faster or slower. So
+            they hold in proportion.
+        is_longer (`bool`, *optional*): Whether texts are longer than those of `earlier`. Then plain steps are measured
+            first, and other sizes have the weight of few steps.
         is_free (`bool`, *optional*): Whether size 0 takes no time.
 
     >>> costs = Costs()
@@ -50,75 +55,90 @@ class Costs:
     ...     costs.add(size, seconds)
     >>> costs(1), costs(5), costs(7), costs(17)
     (1.0, 1.2, 1.35, 2.0)
+    >>> now = Costs(costs)
+    >>> now.add(9, 3.0)
+    >>> now(1), now(9)
+    (2.0, 3.0)
     """
 
-    def __init__(self, earlier: "Costs | None" = None, is_free: bool = False):
-        self._samples: dict[int, deque[float]] = {}
-        self._points: list[tuple[int, float]] = []
-        self._steps = 0
-        self._free = {0: 0.0} if is_free else {}
-        self._earlier = {} if earlier is None else dict(earlier._points)
+    def __init__(self, earlier: "Costs | None" = None, is_longer: bool = False, is_free: bool = False):
+        self._free = [(0, 0.0, 1)] if is_free else []
+        self._earlier = {} if earlier is None else earlier.samples()
+        self._points: list[tuple[int, float]] = [] if earlier is None else earlier._points
+        if is_longer:
+            self._earlier = {size: last[-CERTAIN:] for size, last in self._earlier.items() if size > 1}
+        self._expected = dict(self._points)
+        # seconds of the last steps over those of earlier ones of their sizes, and the typical ratio
+        self._ratios, self._ratio = deque[float](maxlen=RATIOS), 1.0
+        self._new: dict[int, deque[float]] = {}
+        self._steps, self._first = 0, dict.fromkeys(self._earlier, -AGAIN)
+
+    def samples(self) -> dict[int, list[float]]:
+        """Return the seconds of the last steps of each size."""
+        return {size: self._last(size) for size in self._earlier.keys() | self._new.keys()}
+
+    def _last(self, size: int) -> list[float]:
+        earlier = (seconds * self._ratio for seconds in self._earlier.get(size, ()))
+        return [*earlier, *self._new.get(size, ())][-SAMPLES:]
 
     def add(self, size: int, seconds: float) -> None:
         """Count a step of a size."""
-        samples = self._samples.setdefault(size, deque(maxlen=SAMPLES))
-        samples.append(seconds)
+        new = self._new.setdefault(size, deque(maxlen=SAMPLES))
+        new.append(seconds)
+        self._first.setdefault(size, self._steps)
         self._steps += 1
-        if len(samples) < SAMPLES or self._steps % 4 == 0:  # what is known well changes slowly
+        if size in self._expected:
+            self._ratios.append(seconds / self._expected[size])
+            self._ratio = median(self._ratios)
+        if len(new) < SAMPLES or self._steps % 4 == 0:  # what is known well changes slowly
             self._update()
 
     def _update(self) -> None:
         """Compute the typical cost of each size."""
-        found = {size: self._typical(size) for size in self._samples}
-        if self._earlier:
-            grown = [found[size] / self._earlier[size] for size in found.keys() & self._earlier.keys()]
-            factor = min(grown, default=1.0)
-            found = {size: cost * factor for size, cost in self._earlier.items()} | found
-        found |= self._free
-        # the nearest costs that grow with the size, in the sense of least squares
-        blocks: list[tuple[float, list[int]]] = []
-        for point in sorted(found):
-            cost, sizes = found[point], [point]
+        samples = self.samples()
+        found = [(size, self._typical(size, samples), len(last)) for size, last in samples.items()]
+        # the nearest costs that grow with the size, in the sense of least squares: cost, number of steps, sizes
+        blocks: list[tuple[float, int, list[int]]] = []
+        for size, cost, count in sorted([*self._free, *found]):
+            sizes = [size]
             while blocks and blocks[-1][0] > cost:
-                above, others = blocks.pop()
-                weights = self._weight(others), self._weight(sizes)
-                cost, sizes = (above * weights[0] + cost * weights[1]) / sum(weights), others + sizes
-            blocks.append((cost, sizes))
-        self._points = [(point, cost) for cost, sizes in blocks for point in sizes]
+                above, more, others = blocks.pop()
+                cost, count, sizes = (above * more + cost * count) / (more + count), more + count, others + sizes
+            blocks.append((cost, count, sizes))
+        self._points = [(size, cost) for cost, _, sizes in blocks for size in sizes]
 
-    def _typical(self, size: int) -> float:
+    def _typical(self, size: int, samples: Mapping[int, Sequence[float]]) -> float:
         """Return the typical time of a size, nearer to the assumption the fewer steps there were."""
-        seconds = median(self._samples[size])
-        if size <= 1 or self.count(size) >= CERTAIN or not self.count(1):
+        seconds, count = median_low(samples[size]), len(samples[size])
+        if size <= 1 or count >= CERTAIN or 1 not in samples:
             return seconds
-        assumed = median(self._samples[1]) * (1 + NODE_COST * (size - 1))
-        return min(seconds, assumed + (seconds - assumed) * self.count(size) / CERTAIN)
-
-    def _weight(self, sizes: Sequence[int]) -> float:
-        return sum(max(1, self.count(size)) for size in sizes)
+        if count == 1 and self._steps - self._first[size] >= AGAIN:  # it may have been an accident
+            count = 0
+        assumed = median_low(samples[1]) * (1 + NODE_COST * (size - 1))
+        return min(seconds, assumed + (seconds - assumed) * count / CERTAIN)
 
     @property
     def is_known(self) -> bool:
-        """Whether a step was measured."""
-        return bool(self._samples)
+        """Whether steps were measured, and not only the first one, which also prepares what others use again."""
+        return self._steps > 1
 
     @property
     def largest(self) -> int:
         """The largest size that was measured."""
-        return max([*self._samples, *self._earlier], default=1)
-
-    def is_certain(self, size: int) -> bool:
-        """Whether steps of a size took equally long, or were many."""
-        samples = self._samples.get(size, ())
-        return len(samples) >= MANY or (len(samples) > 0 and max(samples) <= EQUAL * min(samples))
+        return max([*self._earlier, *self._new], default=1)
 
     def count(self, size: int) -> int:
         """Return how many steps of a size count."""
-        return len(self._samples.get(size, ()))
+        return len(self._last(size))
+
+    def is_certain(self, size: int) -> bool:
+        """Whether steps of a size took equally long, or were many."""
+        samples = self._last(size)
+        return len(samples) >= MANY or (len(samples) > 0 and max(samples) <= EQUAL * min(samples))
 
     def __call__(self, size: int) -> float:
         """Return the seconds of a step of a size, or if no step was measured, its assumed time in plain steps."""
-        points = self._points or sorted(self._earlier.items())
+        points = self._points
         if not points:
             return 1 + NODE_COST * (size - 1)
         (first, least), (last, most) = points[0], points[-1]

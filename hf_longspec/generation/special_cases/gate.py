@@ -2,9 +2,9 @@
 
 A step takes the tree that emits the most tokens per second: (1 + chances of its nodes) / (drafting + verification). The
 root alone, a plain step, is one of the choices. N-grams that join a draft are verified on their own where its tree does
-not pay. Costs belong to the target and are shared by all of its drafts; chances belong to the draft, and both outlive a
-call. What is tried and does not pay is bounded by a credit, in plain steps: `CREDIT` at first, and `SHARE` of each
-plain step afterwards. All of it is per growing row.
+not pay. Costs belong to the target and a method of drafts, chances belong to the draft, and both outlive a call. What
+is tried and does not pay is bounded by a credit, in plain steps: `CREDIT` at first, and `SHARE` of each plain step
+afterwards. All of it is per growing row.
 
 Choices by the ratio of expected tokens and time: SmartSpec, https://huggingface.co/papers/2406.14066, and Sequoia,
 https://huggingface.co/papers/2402.12374. [`SpeculationGate`] decides, and [`GatedDrafter`] hides plain steps from the
@@ -33,8 +33,8 @@ from .costs import Chances, Costs, Match, common, doublings
 CREDIT, MOST_CREDIT, SHARE = 1.5, 16.0, 0.01
 # Most of the credit that it takes to bring a draft up to date, so that it is still tried.
 RESUMING = 0.5
-# Speculating steps before plain ones are measured again; their number then grows.
-CHECK_AFTER, GROWTH = 128, 4
+# Speculating steps for each plain one that was measured before plain ones are measured again. Their number then grows.
+CHECK_AFTER = 8
 # After so many steps of a call, every fourth one decides for the next ones, too: a decision takes 0.1 ms or more.
 STEADY, DECIDE_EVERY = 32, 4
 # Nodes of a tree over those of the largest one that was measured, and time of a step over the expected one, at most.
@@ -81,8 +81,8 @@ class SpeculationGate:
 
     Args:
         drafter ([`Drafter`]): The drafter of the first call, which says how much it can draft.
-        costs_of (`Callable`): Function of the power of two of a length, and of the [`Costs`] of shorter texts, to the
-            [`Costs`] of verifications.
+        costs_of (`Callable`): Function of the power of two of a length, and of the [`Costs`] so far, to the [`Costs`]
+            of verifications from now on.
         ranks (`Any`, *optional*): The processes that share the target. The first measures and decides for all.
         sizes (`int`, *optional*): Number of sizes of trees that are tried, if each takes a graph: 1 or 2; 0 for all.
     """
@@ -90,7 +90,7 @@ class SpeculationGate:
     def __init__(
         self,
         drafter: Any,
-        costs_of: Callable[[int, Costs | None], Costs],
+        costs_of: Callable[[int, Costs], Costs],
         ranks: Any = None,
         sizes: int = 0,
     ):
@@ -98,15 +98,15 @@ class SpeculationGate:
         self.costs, self._power = Costs(), 0
         self.chances = Chances(drafter.first_chance)
         self.credit, self.expected = CREDIT, 1.0
-        self._drafting = Costs(is_free=True)
+        self._drafting = Costs(is_free=True)  # in plain steps
         self._matches: list[list[Match]] = []
         # n-grams beside the draft's last tree that paid, and without it, as expected of the last steps
         self._ngrams_beside, self._ngrams_alone = Recent(), Recent()
         self._tree: tuple[Sequence[int], int] = (), 1
-        self._speculating, self._check_at = 0, CHECK_AFTER
+        self._speculating, self._checks = 0, 0
         self.resume(drafter, costs_of)
 
-    def resume(self, drafter: Any, costs_of: Callable[[int, Costs | None], Costs]) -> None:
+    def resume(self, drafter: Any, costs_of: Callable[[int, Costs], Costs]) -> None:
         """Begin another call of the same kind with what is known."""
         self._drafter: Any = drafter
         self._costs_of: Any = costs_of
@@ -120,6 +120,7 @@ class SpeculationGate:
         # seconds of plain steps that emit as much as all steps of this call, and of these steps
         self.worth = self.seconds = 0.0
         self._steps, self._choice, self._rate = 0, PLAIN, 0.0
+        self._power = 0  # so that costs of earlier calls hold in proportion
         self._begin_chain()
         self.chances.fade(FADE_CALL)
 
@@ -131,7 +132,7 @@ class SpeculationGate:
     def reach(self, length: int) -> None:
         """Take the costs for texts of this length."""
         if (power := length.bit_length()) != self._power:
-            self.costs = self._costs_of(power, self.costs if self._power else None)
+            self.costs = self._costs_of(power, self.costs)
             self._power = power
 
     def speculates(self) -> bool:
@@ -144,6 +145,9 @@ class SpeculationGate:
         ):
             self._choice = self._best()
         choice = self._choice
+        wait = (CHECK_AFTER << self._checks) * max(1, self.costs.count(1))
+        if choice != PLAIN and self._speculating >= wait:  # plain steps are measured again
+            self._speculating, self._checks, choice = 0, self._checks + 1, PLAIN
         if self.ranks is not None:
             choice = int(self.ranks.first([choice])[0])
         self._begin_chain()
@@ -189,9 +193,6 @@ class SpeculationGate:
 
     def _best(self) -> int:
         """Return the index of the best tree of the draft, [`ONLY_NGRAMS`] or [`PLAIN`]."""
-        if self._speculating >= self._check_at:  # plain steps are measured again
-            self._speculating, self._check_at = 0, GROWTH * self._check_at
-            return PLAIN
         if self._drafter.chooses_nodes:  # as soon as it has found them
             return 0 if self.credit > 0 else PLAIN
         best = without = ONLY_NGRAMS if self._joins_ngrams and self.credit > 0 else PLAIN
@@ -236,7 +237,7 @@ class SpeculationGate:
         """Return the seconds of drafting some levels."""
         if not self._drafting.is_known:
             return float(self._drafter.level_cost) * levels * self.costs(1)
-        return self._drafting(levels)
+        return self._drafting(levels) * self.costs(1)
 
     def cut(self, rows: Sequence[list[Match]], nodes: int, most: int) -> tuple[list[list[Sequence[int]]], int]:
         """Return the paths of n-grams of each row as far as they are worth their verification, and their nodes.
@@ -314,7 +315,7 @@ class SpeculationGate:
         if is_draft or self.only_ngrams:
             self._learn_ngrams(verification)
             if is_draft:
-                self._drafting.add(levels, drafting)
+                self._drafting.add(levels, drafting / plain)
                 self._learn(verification, nodes)
             else:
                 self.chances.fade(FADE_PLAIN)
@@ -513,7 +514,7 @@ _lock = Lock()
 
 def gate_of(
     drafter: Any,
-    costs_of: Callable[[int, Costs | None], Costs],
+    costs_of: Callable[[int, Costs], Costs],
     ranks: Any = None,
     sizes: int = 0,
     last: SpeculationGate | None = None,
@@ -547,13 +548,13 @@ class Gate(SpecialCase):
         place = model.device, session.cache.batch_size, *how
         settings = tuple(repr(draft.setting(name)) for name in draft.settings)
         kind = place, settings, rule is not None and rule.do_sample, inner.num_nodes
-        # drafting and verification are told apart where a step ends before the next one begins
-        shared = place if model.device.type == "cpu" else (*place, draft.method)
 
-        def costs_of(power: int, earlier: Costs | None) -> Costs:
+        def costs_of(power: int, earlier: Costs) -> Costs:
+            key = place, draft.method, power  # as methods read more or less of a verification
             with _lock:
                 known = _costs.setdefault(model, {})
-                return known.setdefault((shared, power), Costs(earlier))
+                costs = known[key] = Costs(known.get(key, earlier), is_longer=key not in known)
+                return costs
 
         def keep() -> None:
             if gate is not None and ranks is None:
