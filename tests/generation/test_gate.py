@@ -215,6 +215,18 @@ class TestLoss:
         seconds, tokens = (sum(values) for values in zip(*calls, strict=True))
         assert seconds / tokens <= 1.08 * machines[0].best()
 
+    def test_the_machine_and_the_text_may_change_in_a_long_call(self):
+        seconds = tokens = 0.0
+        for seed in SEEDS:
+            speed, right = 1.0, 0.9
+            how = {"load": lambda _: speed, "seed": seed}  # noqa: B023
+            machine = Machine(COSTS["cpu"], lambda levels: 0.2 * levels, lambda _: right, **how).run(4000)  # noqa: B023
+            speed, right = 0.6, 0.45
+            spent, emitted = machine.now, machine.emitted
+            machine.run(4600)
+            seconds, tokens = seconds + machine.now - spent, tokens + machine.emitted - emitted
+        assert seconds / tokens <= 1.12 * machine.best()
+
 
 class TestCosts:
     def test_one_slow_step_decides_nothing(self):

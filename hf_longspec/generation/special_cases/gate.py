@@ -35,6 +35,8 @@ CREDIT, MOST_CREDIT, SHARE = 1.5, 16.0, 0.01
 RESUMING = 0.5
 # Speculating steps for each plain one that was measured before plain ones are measured again. Their number then grows.
 CHECK_AFTER = 8
+# Steps of a long call after which its costs so far hold in proportion, as those of a call before it.
+RENEW = 256
 # After so many steps of a call, every fourth one decides for the next ones, too: a decision takes 0.1 ms or more.
 STEADY, DECIDE_EVERY = 32, 4
 # Nodes of a tree over those of the largest one that was measured, and time of a step over the expected one, at most.
@@ -130,8 +132,8 @@ class SpeculationGate:
         self._matches = []
 
     def reach(self, length: int) -> None:
-        """Take the costs for texts of this length."""
-        if (power := length.bit_length()) != self._power:
+        """Take the costs for texts of this length, and after `RENEW` steps those so far as earlier ones."""
+        if (power := length.bit_length()) != self._power or self._steps % RENEW == 0:
             self.costs = self._costs_of(power, self.costs)
             self._power = power
 
