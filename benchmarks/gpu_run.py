@@ -196,6 +196,9 @@ class GpuRun(Run):
         """Run a section in this process; an error in it is a line."""
         started, self.part = self.elapsed, what["section"]
         self.seconds = min(self.seconds, started + seconds)
+        # A fork's first call renews torch's pool of threads. Threads that load weights would renew it all at once, and
+        # torch ends one of them with "Invalid thread pool!".
+        torch.set_num_threads(torch.get_num_threads())
         torch.manual_seed(0)
         try:
             with self.attempt(**what):

@@ -158,7 +158,7 @@ def call(model: Any, draft: Any) -> None:
 
 
 def iteration(model: Any, draft: Any) -> Walk:
-    """Return the walk of the fifth iteration of a second call."""
+    """Return the walk of the fifth iteration of a second call without the gate."""
     draft.generation_config.gate = False
     call(model, draft)
     walk, count, iterate = Walk(), 0, decoding.Session.iterate
@@ -182,7 +182,8 @@ def iteration(model: Any, draft: Any) -> Walk:
 
 
 def hall(model: Any, draft: Any) -> Walk:
-    """Return the walk of a second call from `decode` to the first forward of the target."""
+    """Return the walk of a second call without the gate, from `decode` to the first forward of the target."""
+    draft.generation_config.gate = False
     call(model, draft)
     walk, decode, embedding = Walk(), base.decode, functional.embedding
 

@@ -25,7 +25,6 @@ def test_an_iteration_walks_through_no_special_case(pair):
 
 
 def test_a_second_call_asks_no_special_case(pair):
-    """Not even the gate, which decides about steps after the prompt."""
     rooms = house.hall(*pair).rooms
     assert len(rooms) <= 12 and "generation/call.py" in rooms
     assert not [name for name in rooms if "generation/special_case" in name]
