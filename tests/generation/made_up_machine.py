@@ -42,7 +42,7 @@ class Machine:
         self.now, self.emitted, self.was_open, self.steps = 0.0, 0, True, []
 
     def costs_of(self, power, earlier):
-        self.costs[power] = Costs(self.costs.get(power, earlier), is_longer=power not in self.costs)
+        self.costs[power] = Costs(self.costs.get(power, earlier), is_other_length=power not in self.costs)
         return self.costs[power]
 
     def step(self):

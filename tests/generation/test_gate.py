@@ -247,7 +247,7 @@ class TestCosts:
         for size, seconds in ((1, 1.0), (9, 1.5)):
             for _ in range(3):
                 costs.add(size, seconds)
-        longer = Costs(costs, is_longer=True)
+        longer = Costs(costs, is_other_length=True)
         assert longer(1) == 1.0 and longer(9) == 1.5 and costs.is_certain(1) and not longer.is_certain(1)
         longer.add(1, 2.0)
         assert longer(1) == 2.0 and longer(9) == 3.0 and longer.is_certain(1)

@@ -46,8 +46,8 @@ class Costs:
     Args:
         earlier ([`Costs`], *optional*): Costs of an earlier call, when the machine may have been faster or slower. So
             they hold in proportion.
-        is_longer (`bool`, *optional*): Whether texts are longer than those of `earlier`. Then plain steps are measured
-            first, and other sizes have the weight of few steps.
+        is_other_length (`bool`, *optional*): Whether texts are longer or shorter than those of `earlier`. Then plain
+            steps are measured first, and other sizes have the weight of few steps.
         is_free (`bool`, *optional*): Whether size 0 takes no time.
 
     >>> costs = Costs()
@@ -61,11 +61,11 @@ class Costs:
     (2.0, 3.0)
     """
 
-    def __init__(self, earlier: "Costs | None" = None, is_longer: bool = False, is_free: bool = False):
+    def __init__(self, earlier: "Costs | None" = None, is_other_length: bool = False, is_free: bool = False):
         self._free = [(0, 0.0, 1)] if is_free else []
         self._earlier = {} if earlier is None else earlier.samples()
         self._points: list[tuple[int, float]] = [] if earlier is None else earlier._points
-        if is_longer:
+        if is_other_length:
             self._earlier = {size: last[-CERTAIN:] for size, last in self._earlier.items() if size > 1}
         self._expected = dict(self._points)
         # seconds of the last steps over those of earlier ones of their sizes, and the typical ratio

@@ -122,7 +122,6 @@ class SpeculationGate:
         # seconds of plain steps that emit as much as all steps of this call, and of these steps
         self.worth = self.seconds = 0.0
         self._steps, self._choice, self._rate = 0, PLAIN, 0.0
-        self._power = 0  # so that costs of earlier calls hold in proportion
         self._begin_chain()
         self.chances.fade(FADE_CALL)
 
@@ -132,7 +131,7 @@ class SpeculationGate:
         self._matches = []
 
     def reach(self, length: int) -> None:
-        """Take the costs for texts of this length, and after `RENEW` steps those so far as earlier ones."""
+        """Take the costs for texts of this length. At first, and after `RENEW` steps, those so far are earlier ones."""
         if (power := length.bit_length()) != self._power or self._steps % RENEW == 0:
             self.costs = self._costs_of(power, self.costs)
             self._power = power
@@ -555,7 +554,7 @@ class Gate(SpecialCase):
             key = place, draft.method, power  # as methods read more or less of a verification
             with _lock:
                 known = _costs.setdefault(model, {})
-                costs = known[key] = Costs(known.get(key, earlier), is_longer=key not in known)
+                costs = known[key] = Costs(known.get(key, earlier), is_other_length=key not in known)
                 return costs
 
         def keep() -> None:
