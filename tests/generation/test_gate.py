@@ -255,6 +255,16 @@ class TestCosts:
             longer.add(9, 4.0)
         assert longer(1) == 2.0 and longer(9) == 4.0
 
+    def test_other_lengths_begin_with_the_cost_of_plain_steps_in_proportion(self):
+        """N-grams may be verified before any plain step."""
+        costs = Costs()
+        for size, seconds in ((1, 1.0), (9, 3.0)):
+            for _ in range(3):
+                costs.add(size, seconds)
+        longer = Costs(costs, is_other_length=True)
+        longer.add(9, 6.0)
+        assert longer(1) == 2.0 and longer(9) == 6.0 and not longer.is_certain(1)
+
     def test_steps_of_one_size_tell_the_costs_of_others_in_a_later_call(self):
         costs = Costs()
         for size, seconds in ((1, 1.0), (9, 1.5)):

@@ -62,12 +62,12 @@ class Costs:
     """
 
     def __init__(self, earlier: "Costs | None" = None, is_other_length: bool = False, is_free: bool = False):
-        self._free = [(0, 0.0, 1)] if is_free else []
         self._earlier = {} if earlier is None else earlier.samples()
         self._points: list[tuple[int, float]] = [] if earlier is None else earlier._points
         if is_other_length:
             self._earlier = {size: last[-CERTAIN:] for size, last in self._earlier.items() if size > 1}
-        self._expected = dict(self._points)
+        # costs that hold in proportion until sizes are measured
+        self._expected = {0: 0.0} if is_free else dict(self._points)
         # seconds of the last steps over those of earlier ones of their sizes, and the typical ratio
         self._ratios, self._ratio = deque[float](maxlen=RATIOS), 1.0
         self._new: dict[int, deque[float]] = {}
@@ -96,10 +96,11 @@ class Costs:
     def _update(self) -> None:
         """Compute the typical cost of each size."""
         samples = self.samples()
-        found = [(size, self._typical(size, samples), len(last)) for size, last in samples.items()]
+        found = {size: (cost * self._ratio, 1) for size, cost in self._expected.items()}
+        found |= {size: (self._typical(size, samples), len(last)) for size, last in samples.items()}
         # the nearest costs that grow with the size, in the sense of least squares: cost, number of steps, sizes
         blocks: list[tuple[float, int, list[int]]] = []
-        for size, cost, count in sorted([*self._free, *found]):
+        for size, (cost, count) in sorted(found.items()):
             sizes = [size]
             while blocks and blocks[-1][0] > cost:
                 above, more, others = blocks.pop()

@@ -146,8 +146,8 @@ class SpeculationGate:
         ):
             self._choice = self._best()
         choice = self._choice
-        wait = (CHECK_AFTER << self._checks) * max(1, self.costs.count(1))
-        if choice != PLAIN and self._speculating >= wait:  # plain steps are measured again
+        # plain steps are measured again
+        if choice != PLAIN and self._speculating >= (CHECK_AFTER << self._checks) * max(1, self.costs.count(1)):
             self._speculating, self._checks, choice = 0, self._checks + 1, PLAIN
         if self.ranks is not None:
             choice = int(self.ranks.first([choice])[0])
